@@ -187,8 +187,10 @@ class MachineCosts(Costs):
         attention = AttentionTime.of(LatencyTable.load(machine.table), MODEL)
         return cls(MODEL, 1, attention, FREE, FREE, FREE, 1, (1.0, 1.0), 1.0, machine, launches)
 
-    def segment_seconds(self, tokens: np.ndarray, backward: bool) -> tuple[np.ndarray, np.ndarray]:
-        assert self.machine is not None
+    def segment_seconds(
+        self, tokens: np.ndarray, backward: bool, weights: bool | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        assert self.machine is not None and weights is None
         launch = np.where(tokens > 0, self.launches.segment[backward], 0.0)
         return launch + tokens * self.machine.opening[backward], launch + tokens * self.machine.closing[backward]
 
@@ -200,7 +202,7 @@ class MachineCosts(Costs):
         assert self.machine is not None
         return tokens * (MODEL.hidden * FLOAT32_BYTES * self.machine.exchange_seconds_per_byte)
 
-    def optimizer_seconds(self, layers: Sequence[int], shards: int) -> np.ndarray:
+    def optimizer_seconds(self, layers: Sequence[int] | np.ndarray, shards: int) -> np.ndarray:
         return np.full(len(layers), self.launches.step)
 
 

@@ -39,7 +39,7 @@ from rich.table import Table
 from torch import nn
 
 from distca.models import MODELS
-from distca.planning.schedule import one_forward_one_backward
+from distca.planning.orders import one_forward_one_backward
 from distca.spec import ModelShape
 from distca.trace import StepTrace
 from distca.train.batches import RowPlans, StageWork, step_plan

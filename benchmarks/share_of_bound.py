@@ -29,7 +29,8 @@ from rich.table import Table
 from distca.cost.attention_time import shipped_table
 from distca.cost.work import causal_pairs
 from distca.models import model_named
-from distca.planning.schedule import IDLE, same_phase_ticks
+from distca.planning.orders import same_phase_ticks
+from distca.planning.schedule import IDLE
 from distca.simulate.costs import Costs
 from distca.simulate.setting import Setting, setting
 from distca.simulate.strategies import bound

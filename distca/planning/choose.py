@@ -24,8 +24,9 @@ import numpy as np
 from distca.columns import added
 from distca.cost.attention_time import AttentionTime
 from distca.planning.balance import balance, outline_of_nodes
+from distca.planning.orders import same_phase_ticks
 from distca.planning.plan import Plan, max_over_mean, server_work
-from distca.planning.schedule import IDLE, Ticks, same_phase_ticks, tick_layout
+from distca.planning.schedule import IDLE, Ticks, tick_layout
 from distca.planning.step import NO_CALL, MicroBatch, StepPlan
 from distca.planning.tasks import tasks_at_home
 from distca.spec import ModelShape
@@ -65,25 +66,28 @@ def plan_step(
     micro_batches: Sequence[np.ndarray], model: ModelShape, *, num_data: int, layers: Sequence[int], tp: int = 1,
     ping_pong: bool = True, placement: str = "balanced", tolerance: float | StepSeconds = DEFAULT_TOLERANCE,
     speed: Sequence[float] | np.ndarray | None = None, cost: AttentionTime | None = None,
-    topology: Topology | None = None,
+    topology: Topology | None = None, ticks: Ticks | None = None,
 ) -> StepPlan:
-    """Balance a step over the data ranks of all stages, `layers[s]` layers on stage s, and dedicated servers.
+    """Balance a step over the data ranks of all stages and dedicated servers.
 
-    `micro_batches[m]` are the document lengths of micro-batch m, which fill `num_data` ranks. `speed` defines the pool
-    as in `balance`, and `topology` the nodes of its servers; documents are placed by the nodes of the first stage. If
-    balanced placement would send more bytes than given placement, in total or from the busiest sender, the given one is
-    used. With `cost`, forward and backward are balanced by their own seconds, else by causal pairs; with `cost`, given
-    placement is not used if its attention takes longer. If `tolerance` is a function that predicts a step's seconds,
-    the quickest step of `TOLERANCES` is returned, on a tie the looser one.
+    The model has `layers[p]` layers in part p. `ticks` order the parts' work in same-phase ticks; by default there is
+    one part per stage, in the order of `same_phase_ticks`. `micro_batches[m]` are the document lengths of micro-batch
+    m, which fill `num_data` ranks. `speed` defines the pool as in `balance`, and `topology` the nodes of its servers;
+    documents are placed by the nodes of the first stage. If balanced placement would send more bytes than given
+    placement, in total or from the busiest sender, the given one is used. With `cost`, forward and backward are
+    balanced by their own seconds, else by causal pairs; with `cost`, given placement is not used if its attention takes
+    longer. If `tolerance` is a function that predicts a step's seconds, the quickest step of `TOLERANCES` is returned,
+    on a tie the looser one.
     """
-    pool = check_pool(speed, len(layers) * num_data)
+    ticks = same_phase_ticks(len(layers), len(micro_batches)) if ticks is None else ticks
+    pool = check_pool(speed, ticks.num_stages * num_data)
     if cost is not None:
         cost.check_servers(len(pool))
     for count in layers:
         check_whole("layers of a stage", count)
     lengths = [np.asarray(of_batch, dtype=np.int64) for of_batch in micro_batches]
     choose = _planned if placement == "given" else _no_worse_than_given
-    inputs = [_Inputs(lengths, model, num_data, tuple(layers), tp, ping_pong, one, pool, cost, topology)
+    inputs = [_Inputs(lengths, model, num_data, tuple(layers), ticks, tp, ping_pong, one, pool, cost, topology)
               for one in (TOLERANCES if callable(tolerance) else (tolerance,))]
     steps = [choose(one, placement) for one in inputs]
     if not callable(tolerance):
@@ -100,7 +104,8 @@ class _Inputs:
     lengths: list[np.ndarray]  # [micro-batches][documents]
     model: ModelShape
     num_data: int
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]    # [parts]
+    ticks: Ticks
     tp: int
     ping_pong: bool
     tolerance: float
@@ -117,7 +122,7 @@ class _Inputs:
 def _planned(inputs: _Inputs, placement: str) -> StepPlan:
     """Plan the step with one placement."""
     packed = _packed(inputs, placement)
-    ticks = same_phase_ticks(len(inputs.layers), len(packed))
+    ticks = inputs.ticks
     calls, number = distinct_calls(ticks, packed, inputs.layers, phases_differ=inputs.cost is not None)
     plans = balance_calls(calls, inputs.model, tolerance=inputs.tolerance, speed=inputs.pool, tp=inputs.tp,
                           cost=inputs.cost, topology=inputs.topology)
@@ -149,7 +154,7 @@ def _no_worse_than_given(inputs: _Inputs, placement: str) -> StepPlan:
 
 def _packed(inputs: _Inputs, placement: str) -> tuple[MicroBatch, ...]:
     """Pack every micro-batch over the data ranks of a stage, by the mean speeds over stages."""
-    stages = len(inputs.layers)
+    stages = inputs.ticks.num_stages
     ranks = stages * inputs.num_data
     share = np.append(inputs.speed[:ranks].reshape(stages, -1).mean(axis=0),  # data ranks of a stage
                       inputs.speed[ranks:].sum() / stages)                    # last: dedicated servers
@@ -182,20 +187,21 @@ def distinct_calls(
 ) -> tuple[list[TickCall], np.ndarray]:
     """Return the distinct calls of a step, and the index into them as [stages, ticks, nano-batches, depths].
 
-    A layer's depth is its index inside its stage. A call at depth d covers the active stages with more than d layers,
-    over ranks stage * data ranks + data; depths and ticks that cover the same stages share one call.
+    A layer's depth is its index inside its part. A call at depth d covers the active stages whose part has more than d
+    layers, over ranks stage * data ranks + data; depths and ticks that cover the same stages share one call.
     """
-    deep, num_nanos = np.asarray(layers), len(micro_batches[0].nano_batches)
+    num_nanos = len(micro_batches[0].nano_batches)
     found: dict[tuple[tuple[int, ...], int, bool], int] = {}
     number = np.full((ticks.num_ticks, num_nanos, max(layers)), NO_CALL)
     for tick, nano in np.ndindex(ticks.num_ticks, num_nanos):
         running, backward = ticks.micro_batch[tick], phases_differ and ticks.phase(tick)
+        deep = np.asarray(layers)[ticks.part[tick]]              # [stages]
         for depth in range(deep[running != IDLE].max(initial=0)):
             stages = tuple(np.where(deep > depth, running, IDLE).tolist())
             number[tick, nano, depth] = found.setdefault((stages, nano, backward), len(found))
     calls = [TickCall(stages, nano, backward, tick_layout(stages, [one.layouts[nano] for one in micro_batches]))
              for stages, nano, backward in found]
-    return calls, np.broadcast_to(number, (len(deep), *number.shape))
+    return calls, np.broadcast_to(number, (ticks.num_stages, *number.shape))
 
 
 def balance_calls(

@@ -1,21 +1,18 @@
-"""Order a pipeline's work so that all stages attend in the same phase at the same time.
+"""The table of a pipeline step: which unit of work every stage runs in every tick.
 
-Stages can share their attention only while they run the same kind of work, and 1F1B mixes forward with backward. Here
-a tick is all forward or all backward, and a stage that is idle in it serves the attention of the others.
+The model is cut into parts, in order; a stage holds one part or several. Units are forward, backward (dX, and dW too if
+the table has no separate weight units) and weight (dW) of one part for one micro-batch. In a tick, all stages that run
+forward or backward attend together. A stage without such a unit runs a weight unit or nothing, and serves the attention
+of the others. If the output head is spread over the stages, it has ticks of its own, in which every stage computes it
+for an equal share of a micro-batch's tokens.
 
-With S stages and M micro-batches this order is optimal. The last stage runs M forwards, and its first comes after S-1
-forward ticks, so M+S-1 forward ticks are the minimum. Then every stage runs its forwards back to back: stage s runs
-micro-batch m in forward tick m+s, as its input is not ready earlier and a later tick would leave later stages too few.
-Likewise stage s runs it in backward tick m+(S-1-s). Only the interleaving of forward and backward ticks is left to
-choose. Backward tick b needs b+1 forwards of the last stage, hence forward tick b+S-1. Running each backward tick as
-early as possible minimizes the memory of every stage: stage s keeps at most min(M, 2(S-s)-1) micro-batches, where
-1F1B keeps min(M, S-s). Both take 2(M+S-1) ticks.
+`planning/orders.py` makes the tables.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -26,16 +23,33 @@ from distca.workload.layout import KeySlices, Layout
 IDLE = -1
 
 
+def _unset() -> np.ndarray:
+    return np.empty(0, dtype=np.int64)
+
+
 @dataclass(frozen=True, slots=True)
 class Ticks:
-    """The micro-batch and phase of every stage in every tick."""
+    """The units of every stage in every tick. Fields after `num_micro_batches` default to one part per stage, backward
+    units that include dW, and a head that belongs to the last part."""
 
-    micro_batch: np.ndarray  # [ticks, stages] -1 where the stage is idle
-    backward: np.ndarray     # [ticks, stages] bool; an idle stage of a same-phase tick has the tick's phase
+    micro_batch: np.ndarray     # [ticks, stages] of the forward or backward unit; -1 if the stage has none
+    backward: np.ndarray        # [ticks, stages] bool; without a unit in a same-phase tick, the tick's phase
     num_micro_batches: int
+    part: np.ndarray = field(default_factory=_unset)  # [ticks, stages] part of the model that the unit runs
+    weight: np.ndarray = field(default_factory=_unset)  # [ticks, stages] micro-batch of the weight unit; -1 if none
+    weight_part: np.ndarray = field(default_factory=_unset)  # [ticks, stages] part of the weight unit
+    head: np.ndarray = field(default_factory=_unset)  # [ticks] micro-batch whose head all stages compute; -1 if none
+    stage_of: np.ndarray = field(default_factory=_unset)  # [parts] stage that holds each part
 
     def __post_init__(self) -> None:
-        freeze(self, ("micro_batch",))
+        shape = self.micro_batch.shape
+        stages = np.arange(shape[-1] if shape else 0)
+        defaults = {"part": np.broadcast_to(stages, shape), "weight": np.full(shape, IDLE),
+                    "weight_part": np.broadcast_to(stages, shape), "head": np.full(shape[:1], IDLE), "stage_of": stages}
+        for name, value in defaults.items():
+            if len(getattr(self, name)) == 0:
+                object.__setattr__(self, name, value)
+        freeze(self, ("micro_batch", *defaults))
         freeze(self, ("backward",), np.bool_)
 
     @property
@@ -47,9 +61,23 @@ class Ticks:
         return self.micro_batch.shape[1]
 
     @property
+    def num_parts(self) -> int:
+        return len(self.stage_of)
+
+    @property
     def active(self) -> np.ndarray:
-        """[ticks, stages] Whether the stage runs a micro-batch."""
+        """[ticks, stages] Whether the stage runs forward or backward."""
         return self.micro_batch != IDLE
+
+    @property
+    def splits(self) -> bool:
+        """Whether weight gradients are units of their own."""
+        return bool((self.weight != IDLE).any())
+
+    @property
+    def spreads_head(self) -> bool:
+        """Whether all stages compute the head, in ticks of its own."""
+        return bool((self.head != IDLE).any())
 
     @property
     def same_phase(self) -> bool:
@@ -66,68 +94,102 @@ class Ticks:
 
     def forward_ticks(self) -> np.ndarray:
         """Return the indices of forward ticks; raise if a tick mixes phases."""
-        return np.flatnonzero([not self.phase(tick) for tick in range(self.num_ticks)])
+        return np.flatnonzero([self.active[tick].any() and not self.phase(tick) for tick in range(self.num_ticks)])
+
+    def alive(self, size: np.ndarray) -> np.ndarray:
+        """[stages, …] Return the peak of `size` [parts, micro-batches, …] over what a stage keeps for backward.
+
+        A part is kept from its forward to its backward, or to its weight unit if that comes apart.
+        """
+        change = np.zeros((self.num_ticks, self.num_stages, *size.shape[2:]), dtype=size.dtype)
+        ends = self.weight if self.splits else np.where(self.backward, self.micro_batch, IDLE)
+        parts = self.weight_part if self.splits else self.part
+        begins = np.where(self.backward, IDLE, self.micro_batch)
+        for number, part, sign in ((begins, self.part, 1), (ends, parts, -1)):
+            tick, stage = np.nonzero(number != IDLE)
+            np.add.at(change, (tick, stage), sign * size[part[tick, stage], number[tick, stage]])
+        return np.asarray(np.cumsum(change, axis=0).max(axis=0))
 
     def peak_live(self) -> np.ndarray:
-        """[stages] Return the peak number of micro-batches between their forward and their backward."""
-        return np.cumsum(self._runs(False).astype(np.int64) - self._runs(True), axis=0).max(axis=0)
+        """[stages] Return the peak number of micro-batches kept, each of a stage's parts counted by its share."""
+        units = self.alive(np.ones((self.num_parts, self.num_micro_batches), dtype=np.int64))
+        chunks = self.num_parts // self.num_stages
+        return units if chunks == 1 else units / chunks
 
     def bubble_share(self) -> float:
-        """Return the share of stage-ticks that are idle."""
-        return float(1.0 - self.active.mean())
+        """Return the share of stage-ticks in which the stage runs no unit of its own."""
+        return float(1.0 - (self.active | (self.weight != IDLE) | (self.head != IDLE)[:, None]).mean())
 
     def validate(self) -> None:
-        """Prove that every stage runs each micro-batch once forward and once backward, after its input is ready."""
+        """Prove that every part runs each micro-batch once in every kind of unit, on its stage, after its inputs."""
+        shape = self.micro_batch.shape
         if self.micro_batch.ndim != 2 or self.micro_batch.shape != self.backward.shape or self.micro_batch.size == 0:
-            raise UserError(f"micro_batch has shape {self.micro_batch.shape} and backward {self.backward.shape}; give "
-                            "both one entry per tick and stage")
+            raise UserError(f"micro_batch has shape {shape} and backward {self.backward.shape}; give both one entry "
+                            "per tick and stage")
         check_whole("num_micro_batches", self.num_micro_batches)
-        outside = self.micro_batch[(self.micro_batch < IDLE) | (self.micro_batch >= self.num_micro_batches)]
-        if len(outside):
-            raise UserError(f"micro_batch names {outside[0]} but num_micro_batches is {self.num_micro_batches}; use 0 "
-                            f"to {self.num_micro_batches - 1}, or {IDLE} for idle")
-        forward, backward = self._tick_of(False), self._tick_of(True)
-        _check_after(forward[1:], forward[:-1], "forward", 1, "the stage before it")
-        _check_after(backward[-1:], forward[-1:], "backward", self.num_stages - 1, "its forward")
-        _check_after(backward[:-1], backward[1:], "backward", 0, "the stage behind it")
+        self._check_columns()
+        forward, backward = (self._tick_of(np.where(self.backward == phase, self.micro_batch, IDLE), self.part, name)
+                             for phase, name in ((False, "forward"), (True, "backward")))
+        _check_after(forward[1:], forward[:-1], "forward", 1, "the part before it")
+        last = forward[-1:]
+        if self.spreads_head:
+            last = self._tick_of(self.head[:, None], np.full((self.num_ticks, 1), self.num_parts - 1), "in the head",
+                                 parts=range(self.num_parts - 1, self.num_parts))
+            _check_after(last, forward[-1:], "in the head", self.num_parts - 1, "its forward")
+        _check_after(backward[-1:], last, "backward", self.num_parts - 1, "its head or forward")
+        _check_after(backward[:-1], backward[1:], "backward", 0, "the part behind it")
+        if self.splits:
+            weight = self._tick_of(self.weight, self.weight_part, "for weight gradients")
+            _check_after(weight, backward, "for weight gradients", 0, "its backward")
+
+    def _check_columns(self) -> None:
+        """Check shapes and ranges of all columns, and that parts run on the stages that hold them."""
+        shape = self.micro_batch.shape
+        if any(column.shape != shape for column in (self.part, self.weight, self.weight_part)) or (
+                self.head.shape != shape[:1]):
+            raise UserError("part, weight and weight_part need one entry per tick and stage, and head one per tick")
+        if self.num_parts % self.num_stages or (np.bincount(self.stage_of, minlength=1) !=
+                                                self.num_parts // self.num_stages).any():
+            raise UserError(f"stage_of is {self.stage_of.tolist()}; "
+                            f"give each of {self.num_stages} stages as many parts")
+        for name, units, part in (("micro_batch", self.micro_batch, self.part), ("head", self.head, None),
+                                  ("weight", self.weight, self.weight_part)):
+            outside = units[(units < IDLE) | (units >= self.num_micro_batches)]
+            if len(outside):
+                raise UserError(f"{name} names {outside[0]} but num_micro_batches is {self.num_micro_batches}; use 0 "
+                                f"to {self.num_micro_batches - 1}, or {IDLE} for idle")
+            if part is None:
+                continue
+            tick, stage = np.nonzero(units != IDLE)
+            held = part[tick, stage]
+            wrong = (held < 0) | (held >= self.num_parts)
+            wrong |= self.stage_of[np.where(wrong, 0, held)] != stage
+            if wrong.any():
+                at = np.flatnonzero(wrong)[0]
+                raise UserError(f"stage {stage[at]} runs part {held[at]} in tick {tick[at]}, which it does not hold")
+        if (self.active & (self.head != IDLE)[:, None]).any():
+            raise UserError("a tick of the head runs forward or backward units too; give the head its own tick")
 
     def _runs(self, backward: bool) -> np.ndarray:
         return self.active & (self.backward == backward)         # [ticks, stages]
 
-    def _tick_of(self, backward: bool) -> np.ndarray:
-        """[stages, micro-batches] Return the tick in which each runs; raise ValueError if one does not run once."""
-        tick, stage = np.nonzero(self._runs(backward))
-        micro_batch = self.micro_batch[tick, stage]
-        count = np.zeros((self.num_stages, self.num_micro_batches), dtype=np.int64)
-        np.add.at(count, (stage, micro_batch), 1)
+    def _tick_of(
+        self, units: np.ndarray, part: np.ndarray, what: str, parts: Iterable[int] | None = None
+    ) -> np.ndarray:
+        """[parts, micro-batches] Return the tick of each unit; raise a UserError if one does not run exactly once."""
+        wanted = np.arange(self.num_parts) if parts is None else np.array(parts)
+        tick, stage = np.nonzero(units != IDLE)
+        row, micro_batch = part[tick, stage] - wanted[0], units[tick, stage]
+        count = np.zeros((len(wanted), self.num_micro_batches), dtype=np.int64)
+        np.add.at(count, (row, micro_batch), 1)
         if (count != 1).any():
-            at_stage, at_micro_batch = np.argwhere(count != 1)[0]
-            raise UserError(f"stage {at_stage} runs micro-batch {at_micro_batch} {count[at_stage, at_micro_batch]} "
-                            f"times {'backward' if backward else 'forward'}; run it exactly once")
+            at_part, at_micro_batch = np.argwhere(count != 1)[0]
+            times = count[at_part, at_micro_batch]
+            raise UserError(f"part {wanted[at_part]} runs micro-batch {at_micro_batch} {times} times {what}; "
+                            "run it exactly once")
         ticks = np.empty_like(count)
-        ticks[stage, micro_batch] = tick
+        ticks[row, micro_batch] = tick
         return ticks
-
-
-def same_phase_ticks(num_stages: int, num_micro_batches: int) -> Ticks:
-    """Return ticks of one phase each: S forward ticks, then backward and forward alternating, then backward."""
-    stage, micro_batch = _grid(num_stages, num_micro_batches)
-    num_each = num_micro_batches + num_stages - 1                # ticks of either phase
-    nth = np.arange(num_each)
-    forward_at = nth + np.maximum(nth - num_stages + 1, 0)       # [forward ticks] position among all ticks
-    backward_at = nth + np.minimum(nth + num_stages, num_each)   # [backward ticks]
-    return _ticks(forward_at[micro_batch + stage], backward_at[micro_batch + num_stages - 1 - stage])
-
-
-def one_forward_one_backward(num_stages: int, num_micro_batches: int) -> Ticks:
-    """Return 1F1B ticks, each forward and backward one tick long; ticks mix phases, so attention cannot be shared.
-
-    Stage s runs S-1-s warm-up forwards, then alternates one forward and one backward, each as early as possible.
-    """
-    stage, micro_batch = _grid(num_stages, num_micro_batches)
-    warming = micro_batch < num_stages - stage                   # these forwards wait for no backward
-    return _ticks(np.where(warming, micro_batch + stage, 2 * micro_batch + stage),
-                  2 * (micro_batch + num_stages) - 1 - stage)
 
 
 def layers_of_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:
@@ -136,8 +198,8 @@ def layers_of_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:
     The last stage also has the head, and earlier stages keep more micro-batches alive, so the stages right before the
     last get the remaining layers.
     """
-    for field, value in (("num_layers", num_layers), ("num_stages", num_stages)):
-        check_whole(field, value)
+    for name, value in (("num_layers", num_layers), ("num_stages", num_stages)):
+        check_whole(name, value)
     if num_stages > num_layers:
         raise UserError(f"num_stages is {num_stages} but the model has {num_layers} layers; use at most {num_layers} "
                         "stages, so that each has a layer")
@@ -167,31 +229,10 @@ def tick_layout(running: Sequence[int], layouts: Sequence[Layout]) -> Layout:
                   len(running) * num_data, only)
 
 
-def _grid(num_stages: int, num_micro_batches: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return stage indices [stages, 1] and micro-batch indices [1, micro-batches]."""
-    check_whole("num_stages", num_stages)
-    check_whole("num_micro_batches", num_micro_batches)
-    return np.arange(num_stages)[:, None], np.arange(num_micro_batches)[None, :]
-
-
-def _ticks(forward: np.ndarray, backward: np.ndarray) -> Ticks:
-    """Build the table from the forward and backward tick of each [stage, micro-batch]."""
-    num_stages, num_micro_batches = forward.shape
-    micro_batch = np.full((int(backward.max()) + 1, num_stages), IDLE)
-    is_backward = np.zeros(micro_batch.shape, dtype=bool)
-    stage, number = np.indices(forward.shape)
-    micro_batch[forward, stage] = number
-    micro_batch[backward, stage] = number
-    is_backward[backward, stage] = True
-    idle = micro_batch == IDLE
-    is_backward |= idle & (is_backward | idle).all(axis=1, keepdims=True)
-    return Ticks(micro_batch, is_backward, num_micro_batches)
-
-
-def _check_after(tick: np.ndarray, needed: np.ndarray, phase: str, first_stage: int, what: str) -> None:
-    """Check that every [stage, micro-batch] of `tick` comes after the same entry of `needed`."""
+def _check_after(tick: np.ndarray, needed: np.ndarray, what: str, first_part: int, before: str) -> None:
+    """Check that every [part, micro-batch] of `tick` comes after the same entry of `needed`."""
     early = np.argwhere(tick <= needed)
     if len(early):
-        stage, micro_batch = early[0]
-        raise UserError(f"stage {stage + first_stage} runs micro-batch {micro_batch} {phase} in tick "
-                        f"{tick[stage, micro_batch]} but {what} is in tick {needed[stage, micro_batch]}; run it later")
+        part, micro_batch = early[0]
+        raise UserError(f"part {part + first_part} runs micro-batch {micro_batch} {what} in tick "
+                        f"{tick[part, micro_batch]} but {before} is in tick {needed[part, micro_batch]}; run it later")

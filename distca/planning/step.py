@@ -19,8 +19,9 @@ import numpy as np
 
 from distca.columns import freeze
 from distca.cost.work import attention_backward_flops, attention_flops
+from distca.planning.orders import one_forward_one_backward, same_phase_ticks
 from distca.planning.plan import Plan, max_over_mean, server_work
-from distca.planning.schedule import IDLE, Ticks, one_forward_one_backward, same_phase_ticks, tick_layout
+from distca.planning.schedule import IDLE, Ticks, tick_layout
 from distca.planning.tasks import tasks_at_home
 from distca.spec import ModelShape, unknown_name
 from distca.validation import UserError, check_number, check_whole, short
@@ -107,12 +108,12 @@ class StepPlan:
 
     model: ModelShape
     tp: int
-    layers: tuple[int, ...]                     # [stages]
+    layers: tuple[int, ...]                     # [parts]
     micro_batches: tuple[MicroBatch, ...]
     ticks: Ticks
     plans: tuple[Plan, ...]                     # each once, in the order of their first calls
     calls: np.ndarray                           # [stages, ticks, nano-batches, depths] index into `plans`, -1 for no
-                                                # call; a layer's depth is its index inside its stage
+                                                # call; a layer's depth is its index inside its part
     is_shared: bool                             # plans span the ranks of all stages, else the data ranks of one stage
     gather_ranks: int = 1                       # neighbours that all-gather keys, as in context parallelism;
                                                 # 1: keys are sent only to servers that need them
@@ -124,7 +125,7 @@ class StepPlan:
 
     @property
     def num_stages(self) -> int:
-        return len(self.layers)
+        return self.ticks.num_stages
 
     @property
     def num_data(self) -> int:
@@ -173,9 +174,9 @@ class StepPlan:
         an index error in the middle of a step or silently wrong attention.
         """
         self.ticks.validate()
-        if (self.ticks.num_stages, self.ticks.num_micro_batches) != (self.num_stages, len(self.micro_batches)):
-            raise UserError(f"the ticks are for {self.ticks.num_stages} stages and {self.ticks.num_micro_batches} "
-                            f"micro-batches but the step has {self.num_stages} and {len(self.micro_batches)}")
+        if (self.ticks.num_parts, self.ticks.num_micro_batches) != (len(self.layers), len(self.micro_batches)):
+            raise UserError(f"the ticks are for {self.ticks.num_parts} parts and {self.ticks.num_micro_batches} "
+                            f"micro-batches but the step has {len(self.layers)} and {len(self.micro_batches)}")
         for micro_batch in self.micro_batches:
             micro_batch.validate()
         _check_fields(self)
@@ -202,16 +203,16 @@ class StepPlan:
             crossing = sum(count * _bytes(plan) for plans in calls for plan, count in plans)
             return StepSummary(before, after, crossing // sum(self.layers), 0.0)
         largest, mean, served = self.work_over_ticks()
-        depths = min(self.layers)                                # every stage has these
+        depths = min(self.layers)                                # every part has these
         counts = self._counts(self.calls[0, self.ticks.forward_ticks(), :, :depths])
-        crossing = sum(count * _bytes(plan) for plan, count in counts)  # a tick runs one layer of each stage at a time
-        return StepSummary(before, float(largest / mean) if mean else 1.0, crossing // depths // self.num_stages,
+        crossing = sum(count * _bytes(plan) for plan, count in counts)  # a tick runs one layer of each part at a time
+        return StepSummary(before, float(largest / mean) if mean else 1.0, crossing // depths // len(self.layers),
                            served)
 
     def _forward_calls(self, micro_batch: int, nano: int) -> list[tuple[Plan, int]]:
         """Return (plan, number of layers) of a micro-batch's forward, in a step with attention among data ranks."""
-        first = (self.ticks.micro_batch == micro_batch).argmax(axis=0)  # [stages] tick
-        return self._counts(self.calls[np.arange(self.num_stages), first, nano])
+        tick, stage = np.nonzero((self.ticks.micro_batch == micro_batch) & ~self.ticks.backward)
+        return self._counts(self.calls[stage, tick, nano])
 
     def _counts(self, calls: np.ndarray) -> list[tuple[Plan, int]]:
         """Return the distinct plans of `calls`, in order, and the number of calls of each."""
@@ -241,14 +242,14 @@ class StepPlan:
 
 def step_among_data_ranks(
     micro_batches: Sequence[MicroBatch], planner: Callable[[Layout], Plan], model: ModelShape, *, layers: Sequence[int],
-    tp: int = 1, gather_ranks: int = 1,
+    tp: int = 1, gather_ranks: int = 1, ticks: Ticks | None = None,
 ) -> StepPlan:
-    """Return a 1F1B step whose attention stays among the data ranks of a stage, as `planner` plans it."""
-    ticks = one_forward_one_backward(len(layers), len(micro_batches))
+    """Return a step whose attention stays among a stage's data ranks, as `planner` plans it; by default in 1F1B."""
+    ticks = one_forward_one_backward(len(layers), len(micro_batches)) if ticks is None else ticks
     plans = tuple(planner(layout) for micro_batch in micro_batches for layout in micro_batch.layouts)
     number = np.arange(len(plans)).reshape(len(micro_batches), -1)  # [micro-batches, nano-batches]
     running = ticks.micro_batch.T[:, :, None, None]              # [stages, ticks, 1, 1]
-    runs = (running != IDLE) & (np.arange(max(layers)) < np.array(layers)[:, None, None, None])
+    runs = (running != IDLE) & (np.arange(max(layers)) < np.array(layers)[ticks.part.T][:, :, None, None])
     calls = np.where(runs, number[ticks.micro_batch.T][..., None], NO_CALL)
     return StepPlan(model, tp, tuple(layers), tuple(micro_batches), ticks, plans, calls, False, gather_ranks)
 
@@ -292,7 +293,7 @@ def _check_calls(step: StepPlan) -> None:
                         f"use each from 0 on, and {NO_CALL} for no call")
     if step.is_shared and (step.calls != step.calls[0]).any():
         raise UserError("calls differ between stages that share attention; give them the same plans")
-    depths = np.where(step.ticks.active, np.array(step.layers), 0).T  # [stages, ticks]
+    depths = np.where(step.ticks.active, np.array(step.layers)[step.ticks.part], 0).T  # [stages, ticks]
     if step.is_shared:
         depths = np.broadcast_to(depths.max(axis=0), depths.shape)
     expected = np.arange(shape[-1]) < depths[:, :, None, None]
@@ -310,14 +311,16 @@ def _check_calls(step: StepPlan) -> None:
 
 def _check_windows(step: StepPlan) -> None:
     """Check that calls of a layer have one window; a plan whose documents all fit into the window may have none."""
-    for stage in range(1 if step.is_shared else step.num_stages):
+    for part in range(1 if step.is_shared else len(step.layers)):
+        of_part = step.calls[0] if step.is_shared else step.calls[
+            (step.ticks.active & (step.ticks.part == part)).T]   # [ticks, nano-batches, depths]
         for depth in range(step.calls.shape[-1]):
-            plans = [step.plans[at] for at in np.unique(step.calls[stage, :, :, depth]).tolist() if at != NO_CALL]
+            plans = [step.plans[at] for at in np.unique(of_part[:, :, depth]).tolist() if at != NO_CALL]
             window = min((plan.window for plan in plans if plan.window is not None), default=None)
             for plan in plans:
                 hides = window is not None and window < plan.layout.lengths.max(initial=0)
                 if plan.window != window and (plan.window is not None or hides):
-                    raise UserError(f"layer {depth} of stage {stage} has window {window} in one call and {plan.window} "
+                    raise UserError(f"layer {depth} of part {part} has window {window} in one call and {plan.window} "
                                     "in another; plan a layer's calls for one window")
 
 
@@ -326,7 +329,7 @@ def _check_documents(step: StepPlan, stage: int, tick: int, nano: int, depth: in
     where = f"tick {tick}, nano-batch {nano}, layer {depth}{'' if step.is_shared else f' of stage {stage}'}"
     plan, running = step.plans[step.calls[stage, tick, nano, depth]], step.ticks.micro_batch[tick]
     if step.is_shared:
-        running = np.where(np.array(step.layers) > depth, running, IDLE)
+        running = np.where(np.array(step.layers)[step.ticks.part[tick]] > depth, running, IDLE)
         layout = tick_layout(running.tolist(), [micro_batch.layouts[nano] for micro_batch in step.micro_batches])
     else:
         layout = step.micro_batches[running[stage]].layouts[nano]

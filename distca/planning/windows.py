@@ -31,7 +31,7 @@ def with_windows(step: StepPlan, windows: Windows) -> StepPlan:
     made: dict[tuple[int, int | None], int] = {}                 # (causal plan, window) -> plan
     calls = step.calls[:1 if step.is_shared else None].copy()    # shared calls are the same on every stage
     for call in map(tuple, np.argwhere(calls != NO_CALL).tolist()):
-        causal, window = int(calls[call]), by_depth[call[0]][call[-1]]
+        causal, window = int(calls[call]), by_depth[step.ticks.part[call[1], call[0]]][call[-1]]
         hides = window is not None and window < longest[causal]
         calls[call] = made.setdefault((causal, window if hides else None), len(made))
     plans = tuple(step.plans[causal] if window is None else windowed(step.plans[causal], window)
@@ -40,22 +40,22 @@ def with_windows(step: StepPlan, windows: Windows) -> StepPlan:
 
 
 def windows_by_depth(windows: Windows, layers: Sequence[int], *, shared: bool) -> list[list[int | None]]:
-    """Return windows as [stage][depth]; if stages share calls, layer i of every stage must have the same window."""
+    """Return windows as [part][depth]; if stages share calls, layer i of every part must have the same window."""
     if len(windows) != sum(layers):
         raise UserError(f"windows are of {len(windows)} layers but the step has {sum(layers)}; give one for each")
     begin = np.cumsum(layers) - np.asarray(layers)
-    stages = [list(windows[first:first + count]) for first, count in zip(begin.tolist(), layers, strict=True)]
+    parts = [list(windows[first:first + count]) for first, count in zip(begin.tolist(), layers, strict=True)]
     if not shared:
-        return stages
-    deepest = max(stages, key=len)
-    for stage, own in enumerate(stages):
+        return parts
+    deepest = max(parts, key=len)
+    for part, own in enumerate(parts):
         for depth, (window, other) in enumerate(zip(own, deepest, strict=False)):
             if window != other:
                 raise UserError(
-                    f"layer {begin[stage] + depth} (number {depth} of pipeline stage {stage}) has window {window} "
-                    f"where number {depth} of another stage has {other}, and stages share their attention calls; use "
+                    f"layer {begin[part] + depth} (number {depth} of pipeline part {part}) has window {window} "
+                    f"where number {depth} of another part has {other}, and stages share their attention calls; use "
                     "one stage, stages whose windows agree, or attention.mode home or per_document_cp")
-    return [deepest] * len(stages)
+    return [deepest] * len(parts)
 
 
 def windowed(causal: Plan, window: int) -> Plan:

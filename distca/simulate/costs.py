@@ -84,12 +84,18 @@ class Costs:
         return replace(self, attention_links=replace(self.attention_links, intra_node_bandwidth=inf,
                                                      inter_node_bandwidth=inf, inter_pod_bandwidth=inf))
 
-    def segment_seconds(self, tokens: np.ndarray, backward: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds of a layer's linear part before and after its attention, proportional to the tokens."""
+    def segment_seconds(
+        self, tokens: np.ndarray, backward: bool, weights: bool | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of a layer's linear part before and after its attention, proportional to the tokens.
+
+        Backward is two products per weight; with `weights` False it is dX alone, with True dW alone, whose operands
+        are on the GPU already: TP traffic belongs to dX.
+        """
         model, tp = self.model, self.tp
         whole, qkv = np.asarray(linear_flops(1.0, model, tp)), 2 * qkv_parameters(model, tp)
-        rate = self.linear_flops_per_second[backward] / (2.0 if backward else 1.0)
-        collective = self._tp_seconds(tokens)
+        rate = self.linear_flops_per_second[backward] / (2.0 if backward and weights is None else 1.0)
+        collective = self._tp_seconds(tokens) * (not weights)
         return (_overlapped(tokens * (qkv / rate), collective, tp),
                 _overlapped(tokens * ((whole - qkv) / rate), 3 * collective, tp))
 
@@ -107,11 +113,11 @@ class Costs:
         bandwidth = network.intra_node_bandwidth if tp <= network.gpus_per_node else network.inter_node_bandwidth
         return np.asarray((tp - 1) / tp * num_bytes / bandwidth, dtype=np.float64)
 
-    def stage_parameters(self, layers: Sequence[int]) -> np.ndarray:
-        """[stages] parameters on one GPU: the stage's layers, the embedding on the first, the head on the last."""
+    def stage_parameters(self, layers: Sequence[int] | np.ndarray, spreads_head: bool = False) -> np.ndarray:
+        """[stages] parameters of a GPU: its stage's layers, the embedding on the first, the head on the last or all."""
         parameters = np.array(layers) * layer_parameters(self.model, self.tp)
-        for end in (0, -1):
-            parameters[end] += self.model.hidden * self.model.vocab / self.tp
+        parameters[0] += self.model.hidden * self.model.vocab / self.tp
+        parameters[slice(None) if spreads_head else -1] += self.model.hidden * self.model.vocab / self.tp
         return parameters
 
     def gather_seconds(self, num_bytes: float, num_ranks: int) -> float:
@@ -129,7 +135,7 @@ class Costs:
         leaves_pods = 0 < self.ranks_per_pod <= num_data
         return np.where(tokens > 0, links.inter_node_latency_seconds + size / links.nic_bandwidths[leaves_pods], 0.0)
 
-    def optimizer_seconds(self, layers: Sequence[int], shards: int) -> np.ndarray:
+    def optimizer_seconds(self, layers: Sequence[int] | np.ndarray, shards: int) -> np.ndarray:
         """[stages] seconds that a GPU takes to update its share of the stage's weights."""
         return self.stage_parameters(layers) / shards * OPTIMIZER_TRAFFIC / self.memory_bandwidth
 
@@ -174,29 +180,34 @@ def memory(
     buffers: np.ndarray | None = None,
 ) -> Memory:
     """Memory of a step with [micro-batches, data ranks] tokens; groups of `gather_ranks` ranks gather their keys."""
-    num_data, depth = tokens.shape[1], np.array(layers)[:, None]  # [stages, 1]
-    held = np.zeros(len(layers) * num_data) if buffers is None else buffers
-    states = np.broadcast_to(state_bytes(costs, layers, num_data, len(tokens))[:, None], (len(layers), num_data))
-    live = depth * activation_bytes(peak_live(ticks, tokens).astype(np.float64), costs.model, costs.tp)
+    num_data, stages = tokens.shape[1], ticks.num_stages
+    held = np.zeros(stages * num_data) if buffers is None else buffers
+    of_stages = np.bincount(ticks.stage_of, weights=layers, minlength=stages)
+    states = np.broadcast_to(state_bytes(costs, of_stages, num_data, len(tokens), ticks.spreads_head)[:, None],
+                             (stages, num_data))
+    live = activation_bytes(peak_live(ticks, layers, tokens), costs.model, costs.tp)
     gathered = np.zeros_like(live)
     if gather_ranks > 1:
         groups = np.repeat(tokens.reshape(len(tokens), -1, gather_ranks).sum(axis=2), gather_ranks, axis=1)
-        gathered = depth * peak_live(ticks, groups) * costs.model.kv_token_bytes(costs.tp)
+        gathered = peak_live(ticks, layers, groups) * costs.model.kv_token_bytes(costs.tp)
     states, live, gathered = (np.append(part.ravel(), np.zeros(len(held) - part.size))  # dedicated servers follow
                               for part in (states, live, gathered))
     return Memory(states, live, gathered, held)
 
 
-def state_bytes(costs: Costs, layers: Sequence[int], num_data: int, num_micro_batches: int) -> np.ndarray:
-    """[stages] bytes of weights, gradients and optimizer on one GPU."""
+def state_bytes(
+    costs: Costs, layers: Sequence[int] | np.ndarray, num_data: int, num_micro_batches: int, spreads_head: bool = False
+) -> np.ndarray:
+    """[stages] bytes of weights, gradients and optimizer on one GPU; a head on all stages is sharded over them too."""
     gradients = FLOAT32_BYTES / (num_data if num_micro_batches == 1 else 1)
-    return costs.stage_parameters(layers) * (BF16_BYTES + gradients + ADAM_BYTES / num_data)
+    parameters = costs.stage_parameters(layers, spreads_head)
+    head = costs.model.hidden * costs.model.vocab / costs.tp * (1 - 1 / len(parameters)) if spreads_head else 0.0
+    return parameters * (BF16_BYTES + gradients) + (parameters - head) * (ADAM_BYTES / num_data)
 
 
-def peak_live(ticks: Ticks, tokens: np.ndarray) -> np.ndarray:
-    """[stages, data ranks] peak of tokens whose activations are alive, for [micro-batches, data ranks] tokens."""
-    change = np.where(ticks.active, np.where(ticks.backward, -1, 1), 0)[:, :, None] * tokens[ticks.micro_batch]
-    return np.cumsum(change, axis=0).max(axis=0)                 # [ticks, stages, data ranks] -> its peak
+def peak_live(ticks: Ticks, layers: Sequence[int], tokens: np.ndarray) -> np.ndarray:
+    """[stages, data ranks] peak of tokens times layers whose activations are kept, for [micro-batches, data ranks]."""
+    return ticks.alive(np.array(layers, dtype=np.float64)[:, None, None] * tokens)
 
 
 def check_holds_model(setting: Setting, costs: Costs) -> None:

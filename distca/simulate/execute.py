@@ -21,7 +21,7 @@ from distca.cost.mixed_pool import Cost
 from distca.planning.schedule import IDLE
 from distca.planning.step import NO_CALL, StepPlan
 from distca.simulate.calls import Calls, PlanCosts, PlanSet
-from distca.simulate.clock import NIC, Clock
+from distca.simulate.clock import NIC, AllToAll, Clock
 from distca.simulate.costs import Costs, Memory, memory
 from distca.spec import BF16_BYTES, FLOAT32_BYTES, ClusterShape, ModelShape
 from distca.trace import StepTrace
@@ -55,6 +55,37 @@ def step_seconds(model: ModelShape, cluster: ClusterShape, tp: int, table: Cost)
     return lambda step: execute(step, costs).seconds
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Units:
+    """The units of one tick, [stages] each."""
+
+    micro_batch: np.ndarray
+    part: np.ndarray
+    backward: np.ndarray
+    weight: np.ndarray       # micro-batch of the weight unit
+    layers: np.ndarray       # of the part that the stage's unit runs
+
+    @classmethod
+    def of(cls, step: StepPlan, tick: int) -> _Units:
+        ticks, layers = step.ticks, np.array(step.layers)
+        part = np.where(ticks.active[tick], ticks.part[tick], ticks.weight_part[tick])
+        return cls(ticks.micro_batch[tick], part, ticks.backward[tick], ticks.weight[tick], layers[part])
+
+    @property
+    def active(self) -> np.ndarray:
+        return self.micro_batch != IDLE
+
+    @property
+    def weighs(self) -> np.ndarray:
+        return self.weight != IDLE
+
+    def name(self, stage: int) -> tuple[str, str]:
+        """Return the name and lane of a stage's span."""
+        if not self.active[stage]:
+            return (f"weights {self.weight[stage]}", "pipeline") if self.weighs[stage] else ("bubble", "bubble")
+        return f"{'backward' if self.backward[stage] else 'forward'} {self.micro_batch[stage]}", "pipeline"
+
+
 _NONE, _FIRST, _MIDDLE, _LAST = range(4)  # segments: none, before the first attention, between two, after the last
 
 
@@ -80,30 +111,34 @@ class _Slot:
 class _Execution:
     def __init__(self, step: StepPlan, costs: Costs, plan_costs: PlanCosts, record: bool) -> None:
         self.step, self.costs, self.plan_costs = step, costs, plan_costs
-        self.num_data, self.layers = step.num_data, np.array(step.layers)
+        self.num_data, self.layers = step.num_data, np.array(step.layers)  # [parts]
+        self.of_stages = np.bincount(step.ticks.stage_of, weights=self.layers, minlength=step.num_stages)
         own = step.num_stages * step.num_data
         self.num_ranks = max([own, *(plan.num_servers for plan in step.plans)])
         self.stage = np.minimum(np.arange(self.num_ranks) // self.num_data, step.num_stages - 1)
         self.is_own = np.arange(self.num_ranks) < own            # dedicated servers follow
-        self.at_end = self.is_own & (self.stage == step.num_stages - 1)
+        self.at_end = self.is_own & (self.stage == step.ticks.stage_of[-1])  # holds the last part
         self.clock = Clock(self.num_ranks, record)
         self.calls = Calls(plan_costs, costs, self.num_ranks)
         self.tokens = np.array(                                  # [micro-batches, nano-batches, data ranks]
             [[layout.tokens_per_rank() for layout in micro_batch.layouts] for micro_batch in step.micro_batches],
             dtype=np.float64)
-        self.seconds, self.head = _linear_tables(costs, self.tokens)
-        self.weight_seconds = [np.array([costs.gather_seconds(part * size, self.num_data) for part in
-                                         costs.stage_parameters(step.layers) / self.layers])
+        self.seconds, self.head = _linear_tables(costs, self.tokens, step.ticks.splits)
+        of_layer = costs.stage_parameters(self.of_stages, step.ticks.spreads_head) / self.of_stages
+        self.weight_seconds = [np.array([costs.gather_seconds(part * size, self.num_data) for part in of_layer])
                                for size in (BF16_BYTES, FLOAT32_BYTES)]  # of a layer, [stages]
-        self.arrived = np.zeros((2, len(step.micro_batches), self.num_ranks))  # when a phase's input has arrived
+        self.arrived = np.zeros((2, len(step.layers), len(step.micro_batches), self.num_ranks))  # a unit's input
         self.leaving = np.zeros(self.num_ranks)                  # when the previous tick's output has been sent
         self.record = record
 
     def run(self) -> Step:
-        for tick in range(self.step.ticks.num_ticks):
-            self._tick(tick)
+        for tick, head in enumerate(self.step.ticks.head.tolist()):
+            if head == IDLE:
+                self._tick(tick)
+            else:
+                self._head_tick(head)
         step, clock = self.step, self.clock
-        optimizer = self.costs.optimizer_seconds(step.layers, self.num_data)
+        optimizer = self.costs.optimizer_seconds(self.of_stages, self.num_data)
         seconds = clock.finish(np.where(self.is_own, optimizer[self.stage], 0.0))
         held = memory(self.costs, step.layers, step.ticks, self.tokens.sum(axis=1), gather_ranks=step.gather_ranks,
                       buffers=self._buffers() if step.gather_ranks == 1 else None)
@@ -111,22 +146,24 @@ class _Execution:
                     tuple(clock.traces()) if self.record else ())
 
     def _tick(self, tick: int) -> None:
-        number, back = self.step.ticks.micro_batch[tick], self.step.ticks.backward[tick]
-        active = number != IDLE
+        units = _Units.of(self.step, tick)
+        number, back, active = units.micro_batch, units.backward, units.active
         clock, begin = self.clock, self.clock.compute_free
         runs, backward = self.is_own & active[self.stage], back[self.stage]
-        arrived = self.arrived[backward.astype(int), number[self.stage], np.arange(self.num_ranks)]
+        arrived = self.arrived[backward.astype(int), units.part[self.stage], number[self.stage],
+                               np.arange(self.num_ranks)]
         clock.hold(np.where(runs, arrived, 0.0), "neighbour")
-        nano_batches, background = self._nano_batches(number, back), self._background(number, back)
+        nano_batches, background = self._nano_batches(units), self._background(units)
         slots: dict[bytes, _Slot] = {}
         ready = [clock.compute_free] * len(nano_batches)
         done, nic_free = clock.compute_free, clock.send_free[NIC].copy()  # when own layers end; NIC's state then
-        layer = self._layers(active, back)
-        segment = self._segments(active, layer)
+        layer = self._turns(units)
+        segment = _segments(units, layer)
         for turn in range(len(layer)):
             if (key := segment[turn].tobytes()) not in slots:
                 own = np.where(self.is_own, segment[turn][self.stage], _NONE)
-                slots[key] = _Slot.of(own, backward, nano_batches, self.at_end)
+                at_end = self.at_end & (units.part == len(self.layers) - 1)[self.stage] & active[self.stage]
+                slots[key] = _Slot.of(own, backward, nano_batches, at_end)
             slot = slots[key]
             for seconds in slot.computes:
                 ready = [clock.compute("layers", "linear", at, one) for at, one in zip(ready, seconds, strict=True)]
@@ -135,49 +172,79 @@ class _Execution:
                 nic_free = np.where(slot.leaves, clock.send_free[NIC], nic_free)
             if turn + 1 == len(layer):
                 break
-            calls = [self.calls.of(plan_set) for plan_set in self._plan_sets(tick, turn, layer[turn], active)]
+            calls = [self.calls.of(plan_set) for plan_set in self._plan_sets(tick, turn, layer[turn], units)]
             there = [call.start(clock, at) for call, at in zip(calls, ready, strict=True)]
             for name, of_layer in background:
-                inside = active & (layer[turn] >= 0) & (layer[turn] < self.layers)
+                inside = (layer[turn] >= 0) & (layer[turn] < units.layers)
                 clock.background(name, ready[-1], np.where(inside[self.stage], of_layer, 0.0))
             ready = [call.serve(clock, at) for call, at in zip(calls, there, strict=True)]
-        self._record_tick(number, back, begin)
+        if len(layer) == 1:                                      # a tick of weight units
+            for name, of_layer in background:
+                clock.background(name, ready[-1], of_layer * units.layers[self.stage])
+        self._record_tick(units, begin)
         clock.hold(self.leaving)
-        self._send(number, back, np.maximum(done, nic_free))
+        self._send(units, np.maximum(done, nic_free))
 
-    def _layers(self, active: np.ndarray, back: np.ndarray) -> np.ndarray:
-        """[turns + 1, stages] how many of its own layers' attention calls a stage has finished before each turn.
+    def _head_tick(self, micro_batch: int) -> None:
+        """Scatter the last part's outputs over all stages, compute the head, and gather the gradients."""
+        clock, stages, data = self.clock, self.step.num_stages, np.arange(self.num_data)
+        tokens = self.tokens[micro_batch].sum(axis=0) / stages   # [data ranks]
+        share = np.zeros(self.num_ranks)
+        share[self.is_own] = np.tile(tokens, stages)
+        last = np.tile(int(self.step.ticks.stage_of[-1]) * self.num_data + data, stages)
+        others = np.arange(stages * self.num_data)
+        size = np.tile(tokens * (self.costs.model.hidden * BF16_BYTES / self.costs.tp), stages)
+        scatter, gather = (AllToAll.of(source, target, size, self.num_ranks, self.costs.ranks_per_node,
+                                       self.costs.ranks_per_pod).over(self.costs.links)
+                           for source, target in ((last, others), (others, last)))
+        begin = clock.compute_free
+        there = clock.exchange("to the head", begin, scatter)
+        seconds = sum(self.costs.head_seconds(share, backward) for backward in (False, True))
+        done = clock.compute("head", "linear", there, np.where(self.is_own, seconds, 0.0))
+        self.arrived[1, -1, micro_batch] = clock.exchange("from the head", done, gather)
+        if self.record:
+            clock.span(f"head {micro_batch}", "pipeline", begin, np.where(self.is_own, clock.compute_free, 0))
+
+    def _turns(self, units: _Units) -> np.ndarray:
+        """[turns + 1, stages] how many of its own layers a stage has finished before each turn's attention call.
 
         Negative until the stage starts: in backward with shared attention, stages with fewer layers first only serve.
         """
-        num_turns = int(self.layers[active].max(initial=0))
-        late = num_turns - self.layers if self.step.is_shared else 0 * self.layers
-        return np.arange(num_turns + 1)[:, None] - np.where(back, late, 0)
+        num_turns = int(units.layers[units.active].max(initial=0))
+        late = num_turns - units.layers if self.step.is_shared else 0 * units.layers
+        return np.arange(num_turns + 1)[:, None] - np.where(units.active & units.backward, late, 0)
 
-    def _segments(self, active: np.ndarray, layer: np.ndarray) -> np.ndarray:
-        """[turns + 1, stages] segment that each stage runs before each turn's call."""
-        inside = np.where(layer < self.layers, np.where(layer == 0, _FIRST, _MIDDLE), _LAST)
-        return np.where(active & (layer >= 0) & (layer <= self.layers), inside, _NONE).astype(np.int8)
+    def _nano_batches(self, units: _Units) -> list[tuple[np.ndarray, np.ndarray]]:
+        """[segments, ranks] seconds and the head's, per nano-batch in order of execution: reversed in backward.
 
-    def _nano_batches(self, number: np.ndarray, back: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-        """[segments, ranks] seconds and the head's, per nano-batch in order of execution: reversed in backward."""
-        num_nano, phase = self.tokens.shape[1], back.astype(int)
+        Weight units are divided like the tick's other units, and run whole if the tick has none.
+        """
+        num_nano, whole = self.tokens.shape[1], not units.active.any()
+        phase = units.backward.astype(int)
         found = []
         for position in range(num_nano):
-            nano = np.where(back, num_nano - 1 - position, position)  # [stages]
+            nano = np.where(units.backward, num_nano - 1 - position, position)  # [stages]
             table, head = np.zeros((4, self.num_ranks)), np.zeros(self.num_ranks)
-            table[1:, self.is_own] = np.moveaxis(self.seconds[phase, number, nano], 1, 0).reshape(3, -1)
-            head[self.at_end] = self.head[phase[-1], number[-1], nano[-1]]
+            seconds = self.seconds[phase, units.micro_batch, nano]  # [stages, segments, data ranks]
+            if units.weighs.any():
+                apart = self.seconds[2 + phase, units.weight, nano]
+                if whole:
+                    apart = apart[:, 1:2] * units.layers[:, None, None] * np.ones((1, 3, 1))
+                seconds = np.where(units.weighs[:, None, None], apart, seconds)
+            table[1:, self.is_own] = np.moveaxis(seconds, 1, 0).reshape(3, -1)
+            if not self.step.ticks.spreads_head:
+                last = int(self.step.ticks.stage_of[-1])
+                head[self.at_end] = self.head[phase[last], units.micro_batch[last], nano[last]]
             found.append((table, head))
         return found
 
-    def _plan_sets(self, tick: int, turn: int, layer: np.ndarray, active: np.ndarray) -> list[PlanSet]:
+    def _plan_sets(self, tick: int, turn: int, layer: np.ndarray, units: _Units) -> list[PlanSet]:
         """Plans of one turn per nano-batch, in order of execution."""
-        step, back = self.step, self.step.ticks.backward[tick].tolist()
+        step, back = self.step, units.backward.tolist()
         if step.is_shared:                                       # idle stages are in the tick's phase too
             stages = [(0, turn)]
         else:
-            stages = [(stage, layer[stage]) for stage in np.flatnonzero(active & (layer < self.layers)).tolist()]
+            stages = [(stage, layer[stage]) for stage in np.flatnonzero(units.active & (layer < units.layers)).tolist()]
         plan_sets: list[list[tuple[int, int, bool]]] = [[] for _ in range(self.tokens.shape[1])]
         for stage, nth in stages:
             calls = step.calls[stage, tick]                      # [nano-batches, depths]
@@ -186,45 +253,52 @@ class _Execution:
                 plan_sets[position].append((stage * self.num_data, plan, back[stage]))
         return [tuple(one) for one in plan_sets]
 
-    def _background(self, number: np.ndarray, back: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    def _background(self, units: _Units) -> list[tuple[str, np.ndarray]]:
         """[ranks] seconds of background traffic per layer: weights in the first micro-batch, gradients in the last."""
-        found = []
-        for name, phase, when in (("gather weights", False, 0),
-                                  ("reduce gradients", True, len(self.step.micro_batches) - 1)):
-            now = (back == phase) & (number == when)
+        found, last = [], len(self.step.micro_batches) - 1
+        reduces = units.weighs & (units.weight == last) if self.step.ticks.splits else (
+            units.active & units.backward & (units.micro_batch == last))
+        for name, now, seconds in (
+                ("gather weights", units.active & ~units.backward & (units.micro_batch == 0), self.weight_seconds[0]),
+                ("reduce gradients", reduces, self.weight_seconds[1])):
             if now.any():
-                seconds = np.where(now, self.weight_seconds[phase], 0.0)[self.stage]
-                found.append((name, np.where(self.is_own, seconds, 0.0)))
+                found.append((name, np.where(self.is_own, np.where(now, seconds, 0.0)[self.stage], 0.0)))
         return found
 
-    def _send(self, number: np.ndarray, back: np.ndarray, ready: np.ndarray) -> None:
-        """Send activations to the next stage and gradients to the previous one; receives are posted at a tick's end.
+    def _send(self, units: _Units, ready: np.ndarray) -> None:
+        """Send activations to the next part's stage and gradients to the previous one's; receives are posted at a
+        tick's end.
 
         A rank sends when its own layers are done and its NIC is free, even if it serves other stages after that.
         """
-        clock, stages = self.clock, np.arange(len(number))
+        clock, of = self.clock, self.step.ticks.stage_of
         tokens = np.zeros(self.num_ranks)
-        tokens[self.is_own] = self.tokens[number].sum(axis=1).ravel()
+        tokens[self.is_own] = self.tokens[units.micro_batch].sum(axis=1).ravel()
         seconds, posted = self.costs.send_seconds(tokens, self.num_data), clock.compute_free
         self.leaving = np.zeros(self.num_ranks)
-        for phase, name, end, way in ((False, "send activations", len(stages) - 1, 1), (True, "send gradients", 0, -1)):
-            moves = (number != IDLE) & (back == phase) & (stages != end)
-            if not moves.any():
-                continue
-            sends = self.is_own & moves[self.stage]
-            arrival, sent = clock.shift(name, ready, posted, seconds, sends, way * self.num_data)
-            self.leaving = np.maximum(self.leaving, sent)
-            for stage in np.flatnonzero(moves).tolist():
-                to = self.is_own & (self.stage == stage + way)
-                self.arrived[int(phase), number[stage], to] = arrival[to]
+        for phase, name, way in ((False, "send activations", 1), (True, "send gradients", -1)):
+            to = units.part + way                                # [stages] part that receives
+            moves = units.active & (units.backward == phase) & (to >= 0) & (to < len(of))
+            target = of[np.clip(to, 0, len(of) - 1)]
+            offset = target - np.arange(self.step.num_stages)
+            for distance in np.unique(offset[moves]).tolist():
+                group = moves & (offset == distance)
+                if distance == 0:                                # both parts are on one stage
+                    arrival = ready
+                else:
+                    arrival, sent = clock.shift(name, ready, posted, seconds, self.is_own & group[self.stage],
+                                                distance * self.num_data)
+                    self.leaving = np.maximum(self.leaving, sent)
+                for stage in np.flatnonzero(group).tolist():
+                    there = self.is_own & (self.stage == target[stage])
+                    self.arrived[int(phase), to[stage], units.micro_batch[stage], there] = arrival[there]
 
-    def _record_tick(self, number: np.ndarray, back: np.ndarray, begin: np.ndarray) -> None:
+    def _record_tick(self, units: _Units, begin: np.ndarray) -> None:
         if not self.record:
             return
         end = self.clock.compute_free
-        for stage, micro_batch in enumerate(number.tolist()):
-            name, lane = ("bubble", "bubble") if micro_batch == IDLE else (
-                f"{'backward' if back[stage] else 'forward'} {micro_batch}", "pipeline")
+        for stage in range(self.step.num_stages):
+            name, lane = units.name(stage)
             self.clock.span(name, lane, begin, np.where(self.is_own & (self.stage == stage), end, 0))
 
     def _buffers(self) -> np.ndarray:
@@ -240,11 +314,21 @@ class _Execution:
         return fullest
 
 
-def _linear_tables(costs: Costs, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[phases, micro-batches, nano-batches, first/middle/last, data ranks] seconds of segments, and of the head."""
+def _segments(units: _Units, layer: np.ndarray) -> np.ndarray:
+    """[turns + 1, stages] segment that each stage runs before each turn's call."""
+    inside = np.where(layer < units.layers, np.where(layer == 0, _FIRST, _MIDDLE), _LAST)
+    runs = (units.active | units.weighs) & (layer >= 0) & (layer <= units.layers)
+    return np.where(runs, inside, _NONE).astype(np.int8)
+
+
+def _linear_tables(costs: Costs, tokens: np.ndarray, splits: bool) -> tuple[np.ndarray, np.ndarray]:
+    """[kinds, micro-batches, nano-batches, first/middle/last, data ranks] seconds of segments, and of the head.
+
+    Kinds are forward, backward, and weight units in forward and in backward ticks.
+    """
     tables, heads = [], []
-    for backward in (False, True):
-        before, behind = costs.segment_seconds(tokens, backward)
+    for backward, weighs in ((False, False), (True, False), (False, True), (True, True)):
+        before, behind = costs.segment_seconds(tokens, backward or weighs, weighs if splits else None)
         enter, leave = (behind, before) if backward else (before, behind)
         tables.append(np.stack([enter, before + behind, leave], axis=2))
         heads.append(costs.head_seconds(tokens, backward))

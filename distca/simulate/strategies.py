@@ -32,7 +32,7 @@ from distca.baselines import (
 )
 from distca.cost.work import causal_pairs
 from distca.planning.choose import DEFAULT_TOLERANCE, TOLERANCES, plan_step
-from distca.planning.schedule import one_forward_one_backward
+from distca.planning.orders import one_forward_one_backward
 from distca.planning.step import StepPlan
 from distca.simulate.costs import Costs, max_live_tokens, memory
 from distca.simulate.execute import Step

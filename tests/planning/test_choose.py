@@ -29,8 +29,9 @@ from distca.models import MODELS
 from distca.planning import choose
 from distca.planning.balance import balance
 from distca.planning.choose import AUTO, TOLERANCES, asked_tolerance, balance_calls, distinct_calls, plan_step
+from distca.planning.orders import same_phase_ticks
 from distca.planning.plan import Plan, max_over_mean
-from distca.planning.schedule import Ticks, layers_of_stages, same_phase_ticks, tick_layout
+from distca.planning.schedule import Ticks, layers_of_stages, tick_layout
 from distca.planning.step import MicroBatch, StepPlan, same_columns
 from distca.planning.tasks import TaskTable
 from distca.simulate.costs import Costs

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.planning.schedule import Ticks, one_forward_one_backward, same_phase_ticks
+from distca.planning.orders import one_forward_one_backward, same_phase_ticks
+from distca.planning.schedule import Ticks
 
 Order = Callable[[int, int], Ticks]
 BOTH: tuple[Order, ...] = (same_phase_ticks, one_forward_one_backward)
@@ -187,20 +188,20 @@ def test_validate_rejects_any_one_change(order: Order, num_stages: int, num_micr
 def test_validate_rejects_work_before_its_input(order: Order) -> None:
     ticks = order(3, 4)
     reverse = Ticks(ticks.micro_batch[::-1], ticks.backward[::-1], 4)
-    with pytest.raises(ValueError, match=r"^stage 1 runs micro-batch 0 forward in tick \d+ but the stage before it"):
+    with pytest.raises(ValueError, match=r"^part 1 runs micro-batch 0 forward in tick \d+ but the part before it"):
         reverse.validate()
     mirrored = Ticks(ticks.micro_batch[::-1], ~ticks.backward[::-1], 4)  # backward in time and in phase: an order again
     mirrored.validate()
     both_in_a_tick = Ticks(np.array([[0, 0], [-1, 0], [0, -1]]), np.array([[0, 0], [1, 1], [1, 1]]), 1)
-    with pytest.raises(ValueError, match="stage 1 runs micro-batch 0 forward in tick 0 but the stage before it is in"):
+    with pytest.raises(ValueError, match="part 1 runs micro-batch 0 forward in tick 0 but the part before it is in"):
         both_in_a_tick.validate()
     early_backward = Ticks(np.array([[0, -1], [-1, 0], [0, -1], [-1, 0]]),
                            np.array([[0, 0], [0, 0], [1, 1], [1, 1]]), 1)
-    with pytest.raises(ValueError, match="stage 0 runs micro-batch 0 backward in tick 2 but the stage behind it is in"):
+    with pytest.raises(ValueError, match="part 0 runs micro-batch 0 backward in tick 2 but the part behind it is in"):
         early_backward.validate()
     before_forward = Ticks(np.array([[0, -1], [-1, 0], [-1, 0], [0, -1]]),
                            np.array([[0, 0], [1, 1], [0, 0], [1, 1]]), 1)
-    with pytest.raises(ValueError, match="stage 1 runs micro-batch 0 backward in tick 1 but its forward is in tick 2"):
+    with pytest.raises(ValueError, match="part 1 runs micro-batch 0 backward in tick 1 but its head or forward is"):
         before_forward.validate()
 
 

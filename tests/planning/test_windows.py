@@ -122,8 +122,8 @@ def test_a_step_has_each_layers_window(windows: list[int | None], layers: list[i
 
 
 def test_windows_of_one_call_must_agree() -> None:
-    with pytest.raises(ValueError, match=r"layer 2 \(number 0 of pipeline stage 1\) has window 50 where number 0 of "
-                                         "another stage has None"):
+    with pytest.raises(ValueError, match=r"layer 2 \(number 0 of pipeline part 1\) has window 50 where number 0 of "
+                                         "another part has None"):
         mixed_step([None, None, 50, 50], [2, 2])
     with pytest.raises(ValueError, match="windows are of 3 layers but the step has 4"):
         windows_by_depth([1, 2, 3], [2, 2], shared=True)

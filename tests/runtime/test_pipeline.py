@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from distca.baselines import at_home_step, per_document_cp_step
 from distca.kernels import dense_attention
 from distca.planning.choose import distinct_calls, plan_step
+from distca.planning.orders import same_phase_ticks
 from distca.planning.plan import Plan
-from distca.planning.schedule import IDLE, same_phase_ticks
+from distca.planning.schedule import IDLE
 from distca.planning.step import StepPlan
 from distca.runtime.attention import CoreAttention
 from distca.runtime.dedicated import serve_until_stopped, stop_servers

@@ -13,8 +13,8 @@ from distca.cost.latency_table import analytic_table
 from distca.cost.work import activation_bytes
 from distca.models import model_named
 from distca.planning.choose import plan_step
+from distca.planning.orders import one_forward_one_backward, same_phase_ticks
 from distca.planning.plan import server_work
-from distca.planning.schedule import one_forward_one_backward, same_phase_ticks
 from distca.planning.step import StepPlan
 from distca.simulate.calls import PlanCosts
 from distca.simulate.costs import Costs, peak_live
@@ -134,8 +134,8 @@ def test_lanes_mean_what_they_mean_in_the_runtime(step: StepPlan) -> None:
 
 def test_live_micro_batches_are_those_of_the_schedule() -> None:
     tokens = np.full((8, 1), 100)
-    assert peak_live(one_forward_one_backward(4, 8), tokens).ravel().tolist() == [400, 300, 200, 100]
-    assert peak_live(same_phase_ticks(4, 8), tokens).ravel().tolist() == [700, 500, 300, 100]
+    assert peak_live(one_forward_one_backward(4, 8), (1,) * 4, tokens).ravel().tolist() == [400, 300, 200, 100]
+    assert peak_live(same_phase_ticks(4, 8), (1,) * 4, tokens).ravel().tolist() == [700, 500, 300, 100]
 
 
 def test_memory_follows_the_layers_of_a_stage() -> None:

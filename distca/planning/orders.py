@@ -1,0 +1,163 @@
+"""Orders of a pipeline's units, as tables of ticks.
+
+**Same phase.** Stages can share their attention only while they run the same kind of work, so here a tick is all
+forward or all backward. With S stages of one part each and M micro-batches, the last stage runs M forwards, and its
+first comes after S-1 forward ticks, so M+S-1 forward ticks are the minimum. Then every stage runs its forwards back to
+back: stage s runs micro-batch m in forward tick m+s, as its input is not ready earlier and a later tick would leave
+later stages too few. Likewise stage s runs it in backward tick m+(S-1-s). Only the interleaving of forward and backward
+ticks is left to choose. Backward tick b needs b+1 forwards of the last stage, hence forward tick b+S-1. Running each
+backward tick as early as possible minimizes the memory of every stage: stage s keeps at most min(M, 2(S-s)-1)
+micro-batches, where 1F1B keeps min(M, S-s). Both take 2(M+S-1) ticks.
+
+**Interleaved.** With v parts a stage, part p on stage p mod S, micro-batches go through the pipeline in groups of
+n >= S: all of a group through the stages' first parts, then through their second parts, and so on. Forward tick
+vg + cn + i + s runs, on stage s, the c-th of its parts for the i-th micro-batch of the group that begins with
+micro-batch g; a part's output is needed n >= S ticks after stage 0 ran that part, so it is there. That makes vM+S-1
+forward ticks when M >= S, each 1/v as long as a stage's layers: the last stage idles for S-1 of them, which no order
+can avoid. Backward mirrors it. Weight gradients are units of their own: a stage idles in S-1 ticks after its first
+backward (the same number for every stage) and fills these with them; the other vM-(S-1) run in ticks without
+attention. So a step takes 3vM+S-1 ticks. A stage keeps at most about (v+1)S/v micro-batches.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+
+from distca.planning.schedule import IDLE, Ticks
+from distca.validation import check_whole
+
+Row = list[tuple[int, int]]  # [stages] (part, micro-batch), or _NONE
+_NONE = (0, IDLE)
+
+
+def same_phase_ticks(num_stages: int, num_micro_batches: int) -> Ticks:
+    """Return ticks of one phase each: S forward ticks, then backward and forward alternating, then backward."""
+    stage, micro_batch = _grid(num_stages, num_micro_batches)
+    num_each = num_micro_batches + num_stages - 1                # ticks of either phase
+    nth = np.arange(num_each)
+    forward_at = nth + np.maximum(nth - num_stages + 1, 0)       # [forward ticks] position among all ticks
+    backward_at = nth + np.minimum(nth + num_stages, num_each)   # [backward ticks]
+    return _ticks(forward_at[micro_batch + stage], backward_at[micro_batch + num_stages - 1 - stage])
+
+
+def one_forward_one_backward(num_stages: int, num_micro_batches: int) -> Ticks:
+    """Return 1F1B ticks, each forward and backward one tick long; ticks mix phases, so attention cannot be shared.
+
+    Stage s runs S-1-s warm-up forwards, then alternates one forward and one backward, each as early as possible.
+    """
+    stage, micro_batch = _grid(num_stages, num_micro_batches)
+    warming = micro_batch < num_stages - stage                   # these forwards wait for no backward
+    return _ticks(np.where(warming, micro_batch + stage, 2 * micro_batch + stage),
+                  2 * (micro_batch + num_stages) - 1 - stage)
+
+
+@lru_cache(maxsize=64)
+def interleaved_ticks(num_stages: int, num_micro_batches: int, chunks: int = 1) -> Ticks:
+    """Return same-phase ticks with `chunks` parts a stage, weight gradients apart and the head on all stages."""
+    check_whole("chunks", chunks)
+    if num_stages == 1:
+        return same_phase_ticks(num_stages, num_micro_batches)
+    forward, backward = _rows(num_stages, num_micro_batches, chunks)
+    sequence = _sequence(forward, backward, num_stages * chunks)
+    tables = [_filled(sequence, num_stages, reserve) for reserve in range(num_stages)]
+    return min(tables, key=lambda ticks: ticks.num_ticks)        # on a tie the smallest reserve
+
+
+def _rows(num_stages: int, num_micro_batches: int, chunks: int) -> tuple[list[Row], list[Row]]:
+    """Return the units of each forward tick and of each backward tick."""
+    num_groups = max(1, num_micro_batches // num_stages)
+    edges = [num_micro_batches * group // num_groups for group in range(num_groups + 1)]
+    rows: tuple[dict[int, Row], dict[int, Row]] = ({}, {})
+    for begin, end in pairwise(edges):
+        size = max(end - begin, num_stages)
+        for micro_batch in range(begin, end):
+            for part in range(num_stages * chunks):
+                chunk, stage = divmod(part, num_stages)
+                first = begin * chunks + micro_batch - begin
+                for row, at in ((rows[0], first + chunk * size + stage),
+                                (rows[1], first + (chunks - 1 - chunk) * size + num_stages - 1 - stage)):
+                    row.setdefault(at, [_NONE] * num_stages)[stage] = part, micro_batch
+    forward, backward = ([row[at] for at in sorted(row)] for row in rows)
+    return forward, backward
+
+
+def _sequence(forward: list[Row], backward: list[Row], num_parts: int) -> list[tuple[str, Row]]:
+    """Interleave forward, backward and head ticks, each backward tick as early as its inputs allow."""
+    found: list[tuple[str, Row]] = []
+    begun: set[int] = set()                                      # micro-batches whose head has run
+    waiting = iter(forward)
+    for row in backward:
+        needs = {micro_batch for part, micro_batch in row if part == num_parts - 1 and micro_batch != IDLE}
+        while not needs <= begun:
+            for one in waiting:
+                found.append(("forward", one))
+                heads = [unit for unit in one if unit[0] == num_parts - 1 and unit[1] != IDLE]
+                if heads:
+                    found.append(("head", heads))
+                    begun.update(micro_batch for _, micro_batch in heads)
+                    break
+        found.append(("backward", row))
+    assert not list(waiting)
+    return found
+
+
+def _filled(sequence: list[tuple[str, Row]], num_stages: int, reserve: int) -> Ticks:
+    """Put weight units into idle ticks and, if every stage has more than `reserve` of them, into ticks of their own."""
+    pending: list[Row] = [[] for _ in range(num_stages)]
+    units: list[Row] = []
+    weights: list[Row] = []
+    kinds: list[str] = []
+
+    def add(kind: str, row: Row) -> None:
+        idle = [kind != "head" and (kind == "weight" or unit[1] == IDLE) for unit in row]
+        kinds.append(kind)
+        units.append(row)
+        weights.append([pending[stage].pop(0) if can and pending[stage] else _NONE for stage, can in enumerate(idle)])
+
+    nothing = [_NONE] * num_stages
+    for kind, row in sequence:
+        add(kind, row if kind != "head" else [row[0]] * num_stages)
+        if kind == "backward":
+            for stage, unit in enumerate(row):
+                if unit[1] != IDLE:
+                    pending[stage].append(unit)
+            if min(map(len, pending)) > reserve:
+                add("weight", nothing)
+    while any(pending):
+        add("weight", nothing)
+    return _table(kinds, units, weights, num_stages)
+
+
+def _table(kinds: list[str], units: list[Row], weights: list[Row], num_stages: int) -> Ticks:
+    unit, weight = np.array(units), np.array(weights)            # [ticks, stages, part and micro-batch]
+    kind = np.array(kinds)
+    runs = np.isin(kind, ("forward", "backward"))[:, None]
+    micro_batch = np.where(runs, unit[..., 1], IDLE)
+    num_parts = int(unit[..., 0].max()) + 1
+    return Ticks(micro_batch, np.repeat(kind == "backward", num_stages).reshape(micro_batch.shape),
+                 int(micro_batch.max()) + 1, np.where(runs, unit[..., 0], 0), weight[..., 1], weight[..., 0],
+                 np.where(kind == "head", unit[:, 0, 1], IDLE), np.arange(num_parts) % num_stages)
+
+
+def _grid(num_stages: int, num_micro_batches: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return stage indices [stages, 1] and micro-batch indices [1, micro-batches]."""
+    check_whole("num_stages", num_stages)
+    check_whole("num_micro_batches", num_micro_batches)
+    return np.arange(num_stages)[:, None], np.arange(num_micro_batches)[None, :]
+
+
+def _ticks(forward: np.ndarray, backward: np.ndarray) -> Ticks:
+    """Build the table from the forward and backward tick of each [stage, micro-batch]."""
+    num_stages, num_micro_batches = forward.shape
+    micro_batch = np.full((int(backward.max()) + 1, num_stages), IDLE)
+    is_backward = np.zeros(micro_batch.shape, dtype=bool)
+    stage, number = np.indices(forward.shape)
+    micro_batch[forward, stage] = number
+    micro_batch[backward, stage] = number
+    is_backward[backward, stage] = True
+    idle = micro_batch == IDLE
+    is_backward |= idle & (is_backward | idle).all(axis=1, keepdims=True)
+    return Ticks(micro_batch, is_backward, num_micro_batches)
