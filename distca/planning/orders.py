@@ -16,7 +16,9 @@ micro-batch g; a part's output is needed n >= S ticks after stage 0 ran that par
 forward ticks when M >= S, each 1/v as long as a stage's layers: the last stage idles for S-1 of them, which no order
 can avoid. Backward mirrors it. Weight gradients are units of their own: a stage idles in S-1 ticks after its first
 backward (the same number for every stage) and fills these with them; the other vM-(S-1) run in ticks without
-attention. So a step takes 3vM+S-1 ticks. A stage keeps at most about (v+1)S/v micro-batches.
+attention. So a step takes 3vM+S-1 ticks if M >= 2S, and M for the head. A stage keeps at most n + S/v micro-batches.
+
+`orders` lists the orders in which our steps may run.
 """
 
 from __future__ import annotations
@@ -31,6 +33,24 @@ from distca.validation import check_whole
 
 Row = list[tuple[int, int]]  # [stages] (part, micro-batch), or _NONE
 _NONE = (0, IDLE)
+ONE_FORWARD_ONE_BACKWARD = "1f1b"
+MOST_CHUNKS = 8              # parts a stage that `orders` lists
+
+
+def orders(num_stages: int, num_micro_batches: int, num_layers: int) -> dict[str, Ticks]:
+    """Return the orders in which our steps may run, by the name that settings give them.
+
+    In all but `1f1b`, stages share attention. `interleaved_v` has v parts a stage, as many as divide the layers evenly,
+    or 1, 2, 4 and 8 if none does. Without a pipeline all orders are the same, and only `same_phase` is listed.
+    """
+    found = {"same_phase": same_phase_ticks(num_stages, num_micro_batches)}
+    if num_stages == 1:
+        return found
+    most = min(MOST_CHUNKS, num_layers // num_stages)
+    even = [chunks for chunks in range(1, most + 1) if num_layers % (num_stages * chunks) == 0]
+    for chunks in even or [count for count in (1, 2, 4, 8) if count <= most]:
+        found[f"interleaved_{chunks}"] = interleaved_ticks(num_stages, num_micro_batches, chunks)
+    return {**found, ONE_FORWARD_ONE_BACKWARD: one_forward_one_backward(num_stages, num_micro_batches)}
 
 
 def same_phase_ticks(num_stages: int, num_micro_batches: int) -> Ticks:
@@ -60,9 +80,14 @@ def interleaved_ticks(num_stages: int, num_micro_batches: int, chunks: int = 1) 
     check_whole("chunks", chunks)
     if num_stages == 1:
         return same_phase_ticks(num_stages, num_micro_batches)
-    forward, backward = _rows(num_stages, num_micro_batches, chunks)
-    sequence = _sequence(forward, backward, num_stages * chunks)
-    tables = [_filled(sequence, num_stages, reserve) for reserve in range(num_stages)]
+    return _shortest(*_rows(num_stages, num_micro_batches, chunks), np.arange(num_stages * chunks) % num_stages)
+
+
+def _shortest(forward: list[Row], backward: list[Row], stage_of: np.ndarray) -> Ticks:
+    """Interleave the ticks of both phases and fill them with weight units, in as few ticks as possible."""
+    sequence = _sequence(forward, backward, len(stage_of))
+    num_stages = int(stage_of.max()) + 1
+    tables = [_filled(sequence, stage_of, reserve) for reserve in range(num_stages)]
     return min(tables, key=lambda ticks: ticks.num_ticks)        # on a tie the smallest reserve
 
 
@@ -104,8 +129,9 @@ def _sequence(forward: list[Row], backward: list[Row], num_parts: int) -> list[t
     return found
 
 
-def _filled(sequence: list[tuple[str, Row]], num_stages: int, reserve: int) -> Ticks:
+def _filled(sequence: list[tuple[str, Row]], stage_of: np.ndarray, reserve: int) -> Ticks:
     """Put weight units into idle ticks and, if every stage has more than `reserve` of them, into ticks of their own."""
+    num_stages = int(stage_of.max()) + 1
     pending: list[Row] = [[] for _ in range(num_stages)]
     units: list[Row] = []
     weights: list[Row] = []
@@ -128,18 +154,17 @@ def _filled(sequence: list[tuple[str, Row]], num_stages: int, reserve: int) -> T
                 add("weight", nothing)
     while any(pending):
         add("weight", nothing)
-    return _table(kinds, units, weights, num_stages)
+    return _table(kinds, units, weights, stage_of)
 
 
-def _table(kinds: list[str], units: list[Row], weights: list[Row], num_stages: int) -> Ticks:
+def _table(kinds: list[str], units: list[Row], weights: list[Row], stage_of: np.ndarray) -> Ticks:
     unit, weight = np.array(units), np.array(weights)            # [ticks, stages, part and micro-batch]
     kind = np.array(kinds)
     runs = np.isin(kind, ("forward", "backward"))[:, None]
     micro_batch = np.where(runs, unit[..., 1], IDLE)
-    num_parts = int(unit[..., 0].max()) + 1
-    return Ticks(micro_batch, np.repeat(kind == "backward", num_stages).reshape(micro_batch.shape),
+    return Ticks(micro_batch, np.broadcast_to((kind == "backward")[:, None], micro_batch.shape),
                  int(micro_batch.max()) + 1, np.where(runs, unit[..., 0], 0), weight[..., 1], weight[..., 0],
-                 np.where(kind == "head", unit[:, 0, 1], IDLE), np.arange(num_parts) % num_stages)
+                 np.where(kind == "head", unit[:, 0, 1], IDLE), stage_of)
 
 
 def _grid(num_stages: int, num_micro_batches: int) -> tuple[np.ndarray, np.ndarray]:
