@@ -6,7 +6,9 @@ off at the end of a document, so that its beginning remains, whose queries need 
 
 With several nodes, documents are placed on nodes as if each node were one rank, then on the ranks inside each node. A
 document that fits a node stays in it, so that none of its keys cross nodes. A longer one is cut into as few parts as
-its work requires.
+its work requires. If it needs more than a few nodes, all of them need its first keys, which would leave through the
+NICs of one node: each node then gets a slice from both ends, so that all nodes send about the same. A node needs the
+keys before its late slice anyway, so its early slice costs no bytes.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from distca.columns import spread
 from distca.workload.documents import MAX_LENGTH
 from distca.workload.layout import Layout, layout_from_slices
 
@@ -26,6 +29,7 @@ _GRID = 128            # slices begin at multiples of this position, so that the
 _DENSITY_ITERATIONS = 6
 _FULL = 1.05           # work over capacity above which a placement is tried again with another guess of the density
 _PARTS_OF_MEAN = (1.0, 0.5, 0.25)
+_FEW_UNITS = 3.0       # a document with this many units' work is cut from both ends, down to a middle of this work
 _SPREAD_TOKENS = 512   # minimum length of slices that are cut to send their keys through several NICs
 _SLACK = 0.4           # fraction of capacity - share that placement on nodes reserves for placement inside nodes
 
@@ -45,22 +49,23 @@ class Cuts(NamedTuple):
 
 
 def place(
-    first: np.ndarray, last: np.ndarray, work: np.ndarray, capacity: np.ndarray, tokens_per_rank: int, cuts: Cuts
+    first: np.ndarray, last: np.ndarray, work: np.ndarray, capacity: np.ndarray, tokens_per_rank: int, cuts: Cuts,
+    both_ends: bool = False,
 ) -> Layout:
     """Place documents on len(capacity) ranks: exactly tokens_per_rank tokens each, work within capacity if possible.
 
     Tokens [first, last) of each document are placed; `work` is the attention work of these queries. `capacity` is the
-    maximum work of each rank. The tokens must fill the ranks exactly.
+    maximum work of each rank. The tokens must fill the ranks exactly. `both_ends` cuts long documents from both ends.
     """
     slices = place_slices(first, last, work, capacity, np.full(len(capacity), tokens_per_rank), cuts.wave_tokens,
-                          np.full(len(last), cuts.longest(float(work.sum()) / len(capacity))))
+                          np.full(len(last), cuts.longest(float(work.sum()) / len(capacity))), both_ends)
     document, start, stop, rank = _columns(slices)
     return layout_from_slices(last, document, start, stop, rank, len(capacity))
 
 
 def place_slices(
     first: np.ndarray, last: np.ndarray, work: np.ndarray, capacity: np.ndarray, tokens: np.ndarray, wave_tokens: int,
-    longest: np.ndarray,
+    longest: np.ndarray, both_ends: bool,
 ) -> list[Slice]:
     """Return slices as in `place`, on units with `tokens` tokens each: ranks, or nodes as a whole.
 
@@ -70,9 +75,10 @@ def place_slices(
     """
     assert int((last - first).sum()) == int(tokens.sum())
     documents = _Documents.of(first, last, work, longest)
+    both_ends = both_ends and 2 * int((last - first).max()) <= int(tokens.sum())  # else no light tokens fill up units
     best, least = None, inf
     for light_density in documents.light_densities(capacity, float(tokens.mean())):
-        slices, spare = _place_with_density(documents, light_density, capacity, tokens, wave_tokens)
+        slices, spare = _place_with_density(documents, light_density, capacity, tokens, wave_tokens, both_ends)
         serves = capacity > 0
         fullest = float((1.0 - np.array(spare)[serves] / capacity[serves]).max(initial=0.0))
         if fullest < least:
@@ -120,7 +126,8 @@ def squares(position: np.ndarray) -> np.ndarray:
 
 
 def _place_with_density(
-    documents: _Documents, light_density: float, capacity: np.ndarray, tokens: np.ndarray, wave_tokens: int
+    documents: _Documents, light_density: float, capacity: np.ndarray, tokens: np.ndarray, wave_tokens: int,
+    both_ends: bool,
 ) -> tuple[list[Slice], list[float]]:
     """Return slices and the spare capacity of each rank, given the density of the light tokens that fill up ranks."""
     slices: list[Slice] = []
@@ -146,6 +153,18 @@ def _place_with_density(
             heappush(dense, (-excess, document, stop))
             continue
         start, most = begin, min(free[rank], longest[document])
+        if both_ends and excess > _FEW_UNITS * room:
+            head, tail = _carve_both(begin, stop, room / excess, wave_tokens)
+            taken = head - begin + stop - tail
+            if begin < head < tail < stop and taken <= most:
+                slices += [(document, begin, head, rank), (document, tail, stop, rank)]
+                used = rate * 0.5 * (head * head - begin * begin + stop * stop - tail * tail)
+                free[rank] -= taken
+                spare[rank] -= used
+                heapreplace(budget, (used - light_density * taken - room, rank))
+                begins[document] = head
+                heappush(dense, (used - light_density * taken - excess, document, tail))
+                continue
         if excess > room or stop - begin > most:
             start = max(_carve(stop, center, room / rate, most, wave_tokens), begin)
             if start >= stop:
@@ -175,6 +194,17 @@ def _carve(stop: int, center: float, room: float, free: int, wave_tokens: int) -
     if stop - start > wave_tokens:
         start = stop - (stop - start) // wave_tokens * wave_tokens
     return -(-int(np.ceil(start)) // _GRID) * _GRID
+
+
+def _carve_both(begin: int, stop: int, part: float, wave_tokens: int) -> tuple[int, int]:
+    """Cut [begin, stop) at both ends, on the grid; return the first slice's end and the last slice's start.
+
+    The two slices have about equal length, and then `part` of the tokens is `part` of the work.
+    """
+    tokens = int(0.5 * part * (stop - begin))
+    if tokens > wave_tokens:
+        tokens = tokens // wave_tokens * wave_tokens
+    return (begin + tokens) // _GRID * _GRID, -(-(stop - tokens) // _GRID) * _GRID
 
 
 def _light_density(lengths: np.ndarray, work: np.ndarray, capacity: np.ndarray, tokens_per_rank: float) -> float:
@@ -276,6 +306,9 @@ class _WorkParts(NamedTuple):
     stop: np.ndarray
     work: np.ndarray
 
+    def take(self, some: np.ndarray) -> _WorkParts:
+        return _WorkParts(*(column[some] for column in self))
+
     def cut(self, part: np.ndarray, start: np.ndarray, stop: np.ndarray) -> _WorkParts:
         """Return tokens [start, stop) of the given parts, with work in proportion to causal pairs."""
         before, after = (squares(column[part]) for column in (self.start, self.stop))
@@ -322,8 +355,14 @@ def _place_members(
         is_part = (parts.start > 0) | (parts.stop < pool.length[parts.document])
         even = np.maximum(-(-(parts.stop - parts.start) // len(members)), _SPREAD_TOKENS)
         longest = np.minimum(np.where(is_part, even, MAX_LENGTH), pool.longest)
-    placed = place_slices(parts.start, parts.stop, parts.work, most, count * pool.tokens_per_rank, pool.wave_tokens,
-                          longest)
+    tokens = count * pool.tokens_per_rank
+    if not levels:
+        heads, where, is_head = _deal_heads(parts, longest, tokens)
+        yield heads, members[where]
+        parts, longest = parts.take(~is_head), longest[~is_head]
+        tokens = tokens - np.bincount(where, heads.stop - heads.start, len(members)).astype(np.int64)
+        most = np.maximum(most - np.bincount(where, heads.work, len(members)), 0.0)
+    placed = place_slices(parts.start, parts.stop, parts.work, most, tokens, pool.wave_tokens, longest, bool(levels))
     part, start, stop, where = _columns(placed)
     slices = parts.cut(part, start, stop)
     if not levels:
@@ -332,4 +371,26 @@ def _place_members(
     here = np.split(np.argsort(where, kind="stable"), np.cumsum(np.bincount(where, minlength=len(count)))[:-1])
     inside = np.split(np.argsort(unit, kind="stable"), np.cumsum(count)[:-1])
     for some, ranks in zip(here, inside, strict=True):
-        yield from _place_members(_WorkParts(*(column[some] for column in slices)), members[ranks], pool, levels[1:])
+        yield from _place_members(slices.take(some), members[ranks], pool, levels[1:])
+
+
+def _deal_heads(
+    parts: _WorkParts, longest: np.ndarray, tokens: np.ndarray
+) -> tuple[_WorkParts, np.ndarray, np.ndarray]:
+    """Deal the early parts of documents that also have a later part here to a node's ranks in turn.
+
+    Every other node of the document needs these keys, so they leave through all NICs. Return their slices, the rank of
+    each, and which parts were dealt: none if a rank has too few `tokens`.
+    """
+    order = np.lexsort((parts.start, parts.document))
+    is_head = np.zeros(len(order), dtype=bool)
+    is_head[order[:-1]] = parts.document[order[1:]] == parts.document[order[:-1]]
+    heads = np.flatnonzero(is_head)
+    size, length = -(-longest[heads] // _GRID) * _GRID, parts.stop[heads] - parts.start[heads]
+    head, nth = spread(-(-length // size))
+    start = parts.start[heads[head]] + nth * size[head]
+    stop = np.minimum(start + size[head], parts.stop[heads[head]])
+    where = np.arange(len(head)) % len(tokens)
+    if (np.bincount(where, stop - start, len(tokens)) > tokens).any():
+        head, start, stop, where, is_head = head[:0], start[:0], stop[:0], where[:0], np.zeros_like(is_head)
+    return parts.cut(heads[head], start, stop), where, is_head

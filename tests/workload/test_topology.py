@@ -66,7 +66,26 @@ def test_documents_that_fit_a_node_stay_in_one() -> None:
 def test_one_node_places_as_no_topology_does() -> None:
     lengths = random_lengths(5, 8 * 1000)
     flat = pack(lengths, ranks=8, placement="balanced")
-    for topology in (Topology.regular(8, 8), Topology.regular(8, 1)):
-        layout = pack(lengths, ranks=8, placement="balanced", topology=topology)
-        assert all(np.array_equal(getattr(layout, name), getattr(flat, name))
-                   for name in ("document", "start", "stop", "rank"))
+    layout = pack(lengths, ranks=8, placement="balanced", topology=Topology.regular(8, 8))
+    assert all(np.array_equal(getattr(layout, name), getattr(flat, name))
+               for name in ("document", "start", "stop", "rank"))
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2, 8])
+def test_nodes_of_a_long_document_send_about_the_same(ranks_per_node: int) -> None:
+    """All nodes need the document's first keys: no node and no rank has to send most of them."""
+    tokens, ranks = 65_536 // ranks_per_node, 16 * ranks_per_node
+    lengths = [4 * 65_536] + [512] * (12 * 65_536 // 512)
+    layout = pack(lengths, ranks=ranks, placement="balanced", topology=Topology.regular(ranks, ranks_per_node))
+    layout.validate()
+    assert (layout.tokens_per_rank() == tokens).all()
+    long = np.flatnonzero(layout.document == 0)
+    node = layout.rank // ranks_per_node
+    reach = np.zeros(16)                                         # [nodes] keys that a node needs of the long document
+    np.maximum.at(reach, node[long], layout.stop[long])
+    needing = (reach[None, :] >= layout.stop[long][:, None]).sum(axis=1) - 1  # other nodes that need a slice
+    sent = np.bincount(layout.rank[long], weights=needing * (layout.stop - layout.start)[long], minlength=ranks)
+    by_node = sent.reshape(16, -1).sum(axis=1)
+    assert (reach > 0).sum() >= 8                                # it needs many nodes' work
+    assert by_node.max() <= 2 * by_node[reach > 0].mean()
+    assert sent.max() <= 2.5 * sent[np.repeat(reach > 0, ranks_per_node)].mean()
