@@ -5,10 +5,11 @@
 
 Without torch's cache every tensor is an allocation of its own, whose ends memcheck watches.
 
-Forward and backward for each head dim, with a window and without, in deterministic mode and out of it, on rows that
-share keys, share queries, end off the tile, hold one token or nothing; and on one row whose keys are split. Random
-numbers and the expected results are made on the CPU, so that next to nothing but the kernel runs on the device. Ends
-with status 1 where results differ.
+Forward and backward for each head dim, with a window, a softcap or neither, in deterministic mode and out of it. Rows
+share keys, share queries, end off the tile, hold one token or nothing, and one row is long. On two multiprocessors each
+has many items, among them tall tiles with head dim 64; on all of them the long row's keys are split. Random numbers and
+the expected results are made on the CPU, so that next to nothing but the kernel runs on the device. Ends with status 1
+where results differ.
 """
 
 from __future__ import annotations
@@ -16,18 +17,22 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 
 from distca.kernels import Kernel, TaskRows, kernel_named
 from distca.kernels.dense import DenseKernel
+from distca.kernels.hopper.kernel import HopperKernel
 from distca.kernels.interface import BackwardInputs, Scores
 
 NUM_Q, NUM_K = 470, 4_000
 HEADS, KV_HEADS = 8, 2
-HEAD_DIMS, WINDOWS = (64, 128, 192, 256), (None, 50)
-LONG = TaskRows.aligned([3], [31], [90], [4_000])  # in tiles of 128 or 80 keys, enough of them to be split
+HEAD_DIMS = (64, 128, 192, 256)
+FEW_SMS = 2
+LONG = TaskRows.aligned([3], [144], [90], [4_000])  # in tiles of 128 or 80 keys, enough of them to be split
+SOFTCAP = 2.0  # some scores are beyond it
 VALUE_DIMS = {192: 128}  # of values, where it is not that of keys
 MOST = 0.01  # relative error, of which bfloat16 alone makes up to half
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -41,11 +46,21 @@ ROWS = TaskRows(
 )
 
 
+def cases(name: str) -> Iterator[tuple[Kernel, TaskRows, Scores]]:
+    kernel = kernel_named(name)
+    few = HopperKernel(num_sms=FEW_SMS) if name == "hopper" else kernel
+    for scores in (Scores(), Scores(window=50), Scores(softcap=SOFTCAP)):
+        yield few, ROWS, scores
+        if scores.window is None:
+            yield few, LONG, scores
+            yield kernel, LONG, scores
+
+
 def attend(
-    kernel: Kernel, tensors: list[torch.Tensor], rows: TaskRows, window: int | None, device: torch.device
+    kernel: Kernel, tensors: list[torch.Tensor], rows: TaskRows, scores: Scores, device: torch.device
 ) -> list[torch.Tensor]:
     q, k, v, dout = tensors
-    prepared = kernel.prepare(rows, device, Scores(window=window))
+    prepared = kernel.prepare(rows, device, scores)
     out, lse = kernel.forward(q, k, v, prepared)
     return [out, lse, *kernel.backward(BackwardInputs(dout, q, k, v, out, lse), prepared)]
 
@@ -63,24 +78,23 @@ def relative_errors(actual: list[torch.Tensor], expected: list[torch.Tensor]) ->
 def check(name: str, device: torch.device, head_dims: tuple[int, ...]) -> bool:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device is '{device}' but torch finds no GPU; give --device cpu --kernel sdpa")
-    kernel, passed = kernel_named(name), True
-    generator = torch.Generator().manual_seed(0)
-    for dim, (rows, window) in itertools.product(head_dims, [*((ROWS, window) for window in WINDOWS), (LONG, None)]):
+    passed, generator = True, torch.Generator().manual_seed(0)
+    for dim, (kernel, rows, scores) in itertools.product(head_dims, cases(name)):
         value_dim = VALUE_DIMS.get(dim, dim)
-        reason = kernel.supports(device, torch.bfloat16, dim, Scores(window=window), value_dim)
+        reason = kernel.supports(device, torch.bfloat16, dim, scores, value_dim)
         if reason is not None:
             raise ValueError(f"kernel is {name!r}, which cannot run here: {reason}")
         shapes = (NUM_Q, HEADS, dim), (NUM_K, KV_HEADS, dim), (NUM_K, KV_HEADS, value_dim), (NUM_Q, HEADS, value_dim)
         tensors = [torch.randn(shape, generator=generator).to(torch.bfloat16) for shape in shapes]
-        expected = attend(DenseKernel(), [x.double() for x in tensors], rows, window, torch.device("cpu"))
+        expected = attend(DenseKernel(), [x.double() for x in tensors], rows, scores, torch.device("cpu"))
         there = [x.to(device) for x in tensors]
         for deterministic in (False, True):
             torch.use_deterministic_algorithms(deterministic)
-            errors = relative_errors(attend(kernel, there, rows, window, device), expected)
+            errors = relative_errors(attend(kernel, there, rows, scores, device), expected)
             fine = max(errors.values()) <= MOST
             passed &= fine
             figures = ", ".join(f"{key} {value:.1e}" for key, value in errors.items())
-            print(f"{name}, head_dim {dim}, {len(rows)} rows, window {window}, deterministic {deterministic}: {figures}"
+            print(f"{kernel}, head_dim {dim}, {len(rows)} rows, {scores}, deterministic {deterministic}: {figures}"
                   f"{'' if fine else f'  MORE THAN {MOST}'}", flush=True)
     return passed
 

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from distca.kernels import TaskRows, choose
-from distca.kernels.interface import BackwardInputs
+from distca.kernels.interface import BackwardInputs, Scores
 from distca.profiling.machine import Run, in_turns, versions
 
 KERNELS, BEFORE = ("hopper", "fa4", "varlen"), "before"
@@ -49,11 +49,13 @@ class Case:
     kv_heads: int = 8
     dim: int = 128
     value_dim: int = 128
+    softcap: float | None = None
 
     @property
     def name(self) -> str:
         dims = f"{self.dim}" if self.dim == self.value_dim else f"{self.dim}/{self.value_dim}"
-        return f"{self.batch.name} | {self.heads}/{self.kv_heads} heads | dim {dims}"
+        cap = "" if self.softcap is None else f" | softcap {self.softcap:g}"
+        return f"{self.batch.name} | {self.heads}/{self.kv_heads} heads | dim {dims}{cap}"
 
     def flops(self) -> tuple[float, float]:
         pairs = 2.0 * self.batch.pairs * self.heads
@@ -79,6 +81,9 @@ def cases(shrink: int = 1) -> Iterator[Case]:
     yield Case(long, 32, 32, 64, 64)
     for dim, value_dim in ((256, 256), (192, 128)):
         yield Case(documents(1, 16_384 // shrink), 32, 8, dim, value_dim)
+    yield Case(long, softcap=50.0)
+    for heads, dim in ((32, 64), (8, 256)):
+        yield Case(documents(1, 16_384 // shrink), heads, 8, dim, dim, softcap=50.0)
 
 
 def uneven(name: str, lengths: list[tuple[int, int]], shrink: int) -> Batch:
@@ -95,8 +100,8 @@ def measured(kernel_name: str, case: Case, device: torch.device, budget: float) 
         (batch.num_q, case.heads, case.dim), (batch.num_k, case.kv_heads, case.dim),
         (batch.num_k, case.kv_heads, case.value_dim), (batch.num_q, case.heads, case.value_dim)))
     try:
-        kernel = choose(device, dtype, case.dim, name=kernel_name, value_dim=case.value_dim)
-        prepared = kernel.prepare(batch.rows, device)
+        kernel = choose(device, dtype, case.dim, name=kernel_name, value_dim=case.value_dim, softcap=case.softcap)
+        prepared = kernel.prepare(batch.rows, device, Scores(softcap=case.softcap))
         out, lse = kernel.forward(q, k, v, prepared)
         saved = BackwardInputs(dout, q, k, v, out, lse)
         results = (out, *kernel.backward(saved, prepared))

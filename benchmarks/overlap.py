@@ -140,15 +140,15 @@ class OneAfterTheOther(StageWork):
     """The rows of a micro-batch in a single stream; they share no document."""
 
     def forward(
-        self, micro_batch: int, received: Sequence[torch.Tensor], plans: RowPlans, backward_plans: RowPlans
+        self, part: int, micro_batch: int, received: Sequence[torch.Tensor], plans: RowPlans, backward_plans: RowPlans
     ) -> list[torch.Tensor]:
         def run(decoder: Decoder) -> list[torch.Tensor]:
             losses = []
             for row, (tokens, labels, positions) in enumerate(self.rows[micro_batch]):
-                states = forward_segments(
+                state, = forward_segments(
                     list(decoder.segments), [(tokens,)], [decoder.rotary(positions)], [plans[row]], self.attention,
                     [backward_plans[row]])
-                losses.append(self.loss(decoder, states, [labels]))
+                losses.append(self.loss(state, decoder.head_weight, labels))
             return [torch.stack(losses).sum()]
 
         return self.decoder(run)

@@ -1,8 +1,9 @@
 """What does sharing attention over a pipeline's stages gain? Two CPU ranks as two stages, one thread each.
 
-1F1B at home           each stage computes its own attention and mixes phases: the usual schedule
-same phase             all stages run the same phase in a tick and share its attention, idle ones included
-same phase, ping-pong  and each micro-batch is two nano-batches, one of which computes while the other travels
+1F1B at home   each stage computes its own attention and mixes phases: the usual schedule
+same phase     all stages run the same phase in a tick and share its attention, idle ones included
+interleaved    and each stage has two parts of the model, weight gradients in idle time, and a share of the head
+ping-pong      and each micro-batch is two nano-batches, one of which computes while the other travels
 
 Some micro-batches are two long documents, the others as many tokens of short ones, and at every step the long ones come
 one micro-batch later. A long document of 6K tokens has six times as many FLOPs in attention as in linear layers, like
@@ -44,6 +45,7 @@ from distca.spec import ModelShape
 from distca.trace import StepTrace
 from distca.train.batches import RowPlans, StageWork, step_plan
 from distca.train.launch import launch, this_rank
+from distca.train.model.weight_gradients import WeightUnit
 from distca.train.settings import Settings, load_settings
 from distca.train.trainer import Trainer, start_group
 from distca.workload.documents import fill
@@ -55,8 +57,10 @@ OPTIONS = ("micro_batches", "tokens", "short", "long_every", "rounds")
 BASELINE = "1F1B at home"
 VARIANTS: dict[str, dict[str, str | bool]] = {
     BASELINE: {"attention.mode": "home", "batch.ping_pong": False},
-    "same phase": {"attention.mode": "disaggregated", "batch.ping_pong": False},
-    "same phase, ping-pong": {"attention.mode": "disaggregated", "batch.ping_pong": True},
+    "same phase": {"parallel.schedule": "same_phase", "batch.ping_pong": False},
+    "same phase, ping-pong": {"parallel.schedule": "same_phase", "batch.ping_pong": True},
+    "interleaved": {"parallel.schedule": "interleaved_2", "batch.ping_pong": False},
+    "interleaved, ping-pong": {"parallel.schedule": "interleaved_2", "batch.ping_pong": True},
 }
 
 
@@ -91,11 +95,11 @@ class Memory:
     micro_batches: int
     variant: str
     stage: int
-    live: int               # micro-batches between forward and backward, counted
-    live_bound: int         # by the variant's ticks
-    live_1f1b: int          # by 1F1B's
+    live: float             # micro-batches between forward and backward or weight unit, counted in parts
+    live_bound: float       # by the variant's ticks
+    live_1f1b: float        # by 1F1B's
     kept_bytes: int
-    kept_bytes_bound: int   # the largest micro-batch's, times the bound
+    kept_bytes_bound: float  # the largest micro-batch's, times the bound
 
 
 # ------------------------------------------------------------------------------------------------------------- batches
@@ -117,40 +121,50 @@ def step_documents(
 # -------------------------------------------------------------------------------------------------------------- memory
 
 
+Unit = tuple[int, int]                               # part and micro-batch
+
+
 class Kept:
-    """Counts what autograd keeps for backward while its graphs live: storages once each, and no parameters."""
+    """Counts what is kept for backward and for weight units: storages once each, and no parameters."""
 
     def __init__(self) -> None:
         self.uses: Counter[int] = Counter()          # by storage
-        self.tensors: Counter[int] = Counter()       # by micro-batch
+        self.tensors: Counter[Unit] = Counter()
         self.bytes = self.peak_bytes = self.peak_live = self.largest = 0
 
     @contextmanager
-    def of(self, micro_batch: int) -> Iterator[None]:
+    def of(self, unit: Unit) -> Iterator[None]:
         before = self.bytes
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: _Saved(self, x, micro_batch), lambda saved: saved.x):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: _Saved(self, x, unit), lambda saved: saved.x):
             yield
         self.largest = max(self.largest, self.bytes - before)
-        self.peak_live = max(self.peak_live, sum(count > 0 for count in self.tensors.values()))
+
+    def count(self, weights: dict[Unit, WeightUnit]) -> None:
+        """Note the peaks; `weights` are the weight units that remain to be computed."""
+        pairs = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
+                 for unit in weights.values() for _, *pair in unit.pairs for x in pair}
+        self.peak_bytes = max(self.peak_bytes, self.bytes + sum(pairs.values()))
+        alive = {unit for unit, count in self.tensors.items() if count}.union(weights)
+        self.peak_live = max(self.peak_live, len(alive))
 
 
 class _Saved:
     """One tensor that autograd keeps."""
 
-    def __init__(self, kept: Kept, x: torch.Tensor, micro_batch: int) -> None:
-        self.kept, self.x, self.micro_batch = kept, x.detach(), micro_batch
+    def __init__(self, kept: Kept, x: torch.Tensor, unit: Unit) -> None:
+        self.kept, self.x, self.unit = kept, x.detach(), unit
         self.storage, self.bytes = x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()
         if isinstance(x if x._base is None else x._base, nn.Parameter):
             self.storage = self.bytes = 0                        # sharded parameters give their memory back meanwhile
         if not kept.uses[self.storage]:
             kept.bytes += self.bytes
         kept.uses[self.storage] += 1
-        kept.tensors[micro_batch] += 1
+        kept.tensors[unit] += 1
         kept.peak_bytes = max(kept.peak_bytes, kept.bytes)
 
     def __del__(self) -> None:
         self.kept.uses[self.storage] -= 1
-        self.kept.tensors[self.micro_batch] -= 1
+        self.kept.tensors[self.unit] -= 1
         if not self.kept.uses[self.storage]:
             self.kept.bytes -= self.bytes
 
@@ -163,10 +177,16 @@ class CountedWork(StageWork):
         return self.kept
 
     def forward(
-        self, micro_batch: int, received: Sequence[torch.Tensor], plans: RowPlans, backward_plans: RowPlans
+        self, part: int, micro_batch: int, received: Sequence[torch.Tensor], plans: RowPlans, backward_plans: RowPlans
     ) -> list[torch.Tensor]:
-        with self.kept.of(micro_batch):
-            return super().forward(micro_batch, received, plans, backward_plans)
+        with self.kept.of((part, micro_batch)):
+            outputs = super().forward(part, micro_batch, received, plans, backward_plans)
+        self.kept.count(self.units)
+        return outputs
+
+    def backward(self, *args: Any, **options: Any) -> None:
+        super().backward(*args, **options)
+        self.kept.count(self.units)
 
 
 # --------------------------------------------------------------------------------------------------------------- speed
@@ -180,13 +200,14 @@ class StageTrainer(Trainer):
         self.batches = GivenBatches()                             # type: ignore[assignment]
         self.uncounted = self.work
         self.counted = CountedWork(self.decoder, self.attention, tensor=1, dtype=self.work.shapes.dtype, device=device,
-                                   loss_chunk_tokens=settings.optimizer.loss_chunk_tokens)
+                                   loss_chunk_tokens=settings.optimizer.loss_chunk_tokens,
+                                   gradients=self.work.gradients)
 
     def take(self, documents: Sequence[np.ndarray]) -> None:
         plan = step_plan(documents, self.settings, self.decoder.shape.model, self.num_data)
         self.batches.batch = random_batch(plan, 0)                # type: ignore[attr-defined]
 
-    def counted_step(self) -> dict[str, int]:
+    def counted_step(self) -> dict[str, float]:
         self.work, kept = self.counted, self.counted.count()
         self.one_step()
         self.work = self.uncounted
@@ -194,10 +215,10 @@ class StageTrainer(Trainer):
             raise ValueError(f"{kept.bytes} bytes are kept after the step; nothing may be")
         ticks = self.batches.next().plan.ticks
         one_by_one = one_forward_one_backward(ticks.num_stages, ticks.num_micro_batches)
-        bound = int(ticks.peak_live()[self.rank])
-        return {"stage": self.rank, "live": kept.peak_live, "live_bound": bound,
-                "live_1f1b": int(one_by_one.peak_live()[self.rank]), "kept_bytes": kept.peak_bytes,
-                "kept_bytes_bound": bound * kept.largest}
+        bound, chunks = float(ticks.peak_live()[self.rank]), ticks.num_parts // ticks.num_stages
+        return {"stage": self.rank, "live": kept.peak_live / chunks, "live_bound": bound,
+                "live_1f1b": float(one_by_one.peak_live()[self.rank]), "kept_bytes": kept.peak_bytes,
+                "kept_bytes_bound": bound * chunks * kept.largest}
 
     def measured_step(self) -> dict[str, Any]:
         dist.barrier()
@@ -316,8 +337,8 @@ def memory_table(rows: Sequence[Memory]) -> Table:
     for title in ("micro-batches", "variant", "stage", "live", "bound", "1F1B's", "MB", "bound MB"):
         table.add_column(title, justify="left" if title == "variant" else "right", no_wrap=True)
     for row in rows:
-        table.add_row(str(row.micro_batches), row.variant, str(row.stage), str(row.live), str(row.live_bound),
-                      str(row.live_1f1b), f"{row.kept_bytes / 1e6:.1f}", f"{row.kept_bytes_bound / 1e6:.1f}")
+        table.add_row(str(row.micro_batches), row.variant, str(row.stage), f"{row.live:g}", f"{row.live_bound:g}",
+                      f"{row.live_1f1b:g}", f"{row.kept_bytes / 1e6:.1f}", f"{row.kept_bytes_bound / 1e6:.1f}")
     return table
 
 

@@ -27,7 +27,7 @@ from distca.planning.balance import balance, outline_of_nodes
 from distca.planning.orders import same_phase_ticks
 from distca.planning.plan import Plan, max_over_mean, server_work
 from distca.planning.schedule import IDLE, Ticks, tick_layout
-from distca.planning.step import NO_CALL, MicroBatch, StepPlan
+from distca.planning.step import NO_CALL, MicroBatch, StepPlan, step_among_data_ranks
 from distca.planning.tasks import tasks_at_home
 from distca.spec import ModelShape
 from distca.validation import UserError, check_whole, short
@@ -70,8 +70,9 @@ def plan_step(
 ) -> StepPlan:
     """Balance a step over the data ranks of all stages and dedicated servers.
 
-    The model has `layers[p]` layers in part p. `ticks` order the parts' work in same-phase ticks; by default there is
-    one part per stage, in the order of `same_phase_ticks`. `micro_batches[m]` are the document lengths of micro-batch
+    The model has `layers[p]` layers in part p. `ticks` order the parts' work; by default there is one part per stage,
+    in the order of `same_phase_ticks`. If ticks mix phases, attention is shared among the data ranks of a stage only,
+    and both directions are balanced by forward seconds. `micro_batches[m]` are the document lengths of micro-batch
     m, which fill `num_data` ranks. `speed` defines the pool as in `balance`, and `topology` the nodes of its servers;
     documents are placed by the nodes of the first stage. If balanced placement would send more bytes than given
     placement, in total or from the busiest sender, the given one is used. With `cost`, forward and backward are
@@ -80,13 +81,19 @@ def plan_step(
     on a tie the looser one.
     """
     ticks = same_phase_ticks(len(layers), len(micro_batches)) if ticks is None else ticks
+    if (ticks.num_parts, ticks.num_micro_batches) != (len(layers), len(micro_batches)):
+        raise UserError(f"ticks are of {ticks.num_parts} parts and {ticks.num_micro_batches} micro-batches but layers of "
+                        f"{len(layers)} parts and documents of {len(micro_batches)} micro-batches; make ticks for these")
     pool = check_pool(speed, ticks.num_stages * num_data)
     if cost is not None:
         cost.check_servers(len(pool))
     for count in layers:
         check_whole("layers of a stage", count)
     lengths = [np.asarray(of_batch, dtype=np.int64) for of_batch in micro_batches]
-    choose = _planned if placement == "given" else _no_worse_than_given
+    if not ticks.same_phase and len(pool) > ticks.num_stages * num_data:
+        raise UserError(f"speed has {len(pool)} servers, more than {ticks.num_stages * num_data} ranks, but ticks mix "
+                        "forward with backward, which dedicated servers cannot serve; use an order of one phase")
+    choose = _planned if placement == "given" or not ticks.same_phase else _no_worse_than_given
     inputs = [_Inputs(lengths, model, num_data, tuple(layers), ticks, tp, ping_pong, one, pool, cost, topology)
               for one in (TOLERANCES if callable(tolerance) else (tolerance,))]
     steps = [choose(one, placement) for one in inputs]
@@ -121,8 +128,14 @@ class _Inputs:
 
 def _planned(inputs: _Inputs, placement: str) -> StepPlan:
     """Plan the step with one placement."""
-    packed = _packed(inputs, placement)
-    ticks = inputs.ticks
+    packed, ticks = _packed(inputs, placement), inputs.ticks
+    if not ticks.same_phase:
+        nodes = None if inputs.topology is None else inputs.topology.first(inputs.num_data)
+        step = step_among_data_ranks(
+            packed, lambda layout: balance(layout, inputs.model, tolerance=inputs.tolerance, tp=inputs.tp,
+                                           speed=inputs.pool[:inputs.num_data], cost=inputs.cost, topology=nodes),
+            inputs.model, layers=inputs.layers, tp=inputs.tp, ticks=ticks)
+        return replace(step, placement=placement)
     calls, number = distinct_calls(ticks, packed, inputs.layers, phases_differ=inputs.cost is not None)
     plans = balance_calls(calls, inputs.model, tolerance=inputs.tolerance, speed=inputs.pool, tp=inputs.tp,
                           cost=inputs.cost, topology=inputs.topology)

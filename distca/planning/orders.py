@@ -29,28 +29,39 @@ from itertools import pairwise
 import numpy as np
 
 from distca.planning.schedule import IDLE, Ticks
-from distca.validation import check_whole
+from distca.validation import UserError, check_whole, short
 
 Row = list[tuple[int, int]]  # [stages] (part, micro-batch), or _NONE
 _NONE = (0, IDLE)
-ONE_FORWARD_ONE_BACKWARD = "1f1b"
+SAME_PHASE, INTERLEAVED, ONE_FORWARD_ONE_BACKWARD = "same_phase", "interleaved_", "1f1b"  # names of orders
 MOST_CHUNKS = 8              # parts a stage that `orders` lists
 
 
-def orders(num_stages: int, num_micro_batches: int, num_layers: int) -> dict[str, Ticks]:
+def orders(num_stages: int, num_micro_batches: int, num_layers: int, splits: bool = True) -> dict[str, Ticks]:
     """Return the orders in which our steps may run, by the name that settings give them.
 
     In all but `1f1b`, stages share attention. `interleaved_v` has v parts a stage, as many as divide the layers evenly,
     or 1, 2, 4 and 8 if none does. Without a pipeline all orders are the same, and only `same_phase` is listed.
     """
-    found = {"same_phase": same_phase_ticks(num_stages, num_micro_batches)}
-    if num_stages == 1:
-        return found
-    most = min(MOST_CHUNKS, num_layers // num_stages)
-    even = [chunks for chunks in range(1, most + 1) if num_layers % (num_stages * chunks) == 0]
-    for chunks in even or [count for count in (1, 2, 4, 8) if count <= most]:
-        found[f"interleaved_{chunks}"] = interleaved_ticks(num_stages, num_micro_batches, chunks)
-    return {**found, ONE_FORWARD_ONE_BACKWARD: one_forward_one_backward(num_stages, num_micro_batches)}
+    names = [SAME_PHASE]
+    if num_stages > 1:
+        most = min(MOST_CHUNKS, num_layers // num_stages)
+        even = [chunks for chunks in range(1, most + 1) if num_layers % (num_stages * chunks) == 0]
+        names += [f"{INTERLEAVED}{chunks}" for chunks in even or [count for count in (1, 2, 4, 8) if count <= most]]
+        names.append(ONE_FORWARD_ONE_BACKWARD)
+    return {name: order_named(name, num_stages, num_micro_batches, splits) for name in names}
+
+
+def order_named(name: str, num_stages: int, num_micro_batches: int, splits: bool = True) -> Ticks:
+    """Return an order by name; `splits` is as for `interleaved_ticks`."""
+    if name == SAME_PHASE:
+        return same_phase_ticks(num_stages, num_micro_batches)
+    if name == ONE_FORWARD_ONE_BACKWARD:
+        return one_forward_one_backward(num_stages, num_micro_batches)
+    if (chunks := name.removeprefix(INTERLEAVED)) == name or not chunks.isdecimal() or not 0 < int(chunks) <= 999:
+        raise UserError(f"schedule is {short(name)}; give {SAME_PHASE}, {ONE_FORWARD_ONE_BACKWARD}, or {INTERLEAVED}2 "
+                        "for two parts of the model on every stage, or any other number")
+    return interleaved_ticks(num_stages, num_micro_batches, int(chunks), splits)
 
 
 def same_phase_ticks(num_stages: int, num_micro_batches: int) -> Ticks:
@@ -75,19 +86,20 @@ def one_forward_one_backward(num_stages: int, num_micro_batches: int) -> Ticks:
 
 
 @lru_cache(maxsize=64)
-def interleaved_ticks(num_stages: int, num_micro_batches: int, chunks: int = 1) -> Ticks:
-    """Return same-phase ticks with `chunks` parts a stage, weight gradients apart and the head on all stages."""
+def interleaved_ticks(num_stages: int, num_micro_batches: int, chunks: int = 1, splits: bool = True) -> Ticks:
+    """Return same-phase ticks with `chunks` parts a stage and the head on all stages; `splits` sets dW units apart."""
     check_whole("chunks", chunks)
     if num_stages == 1:
         return same_phase_ticks(num_stages, num_micro_batches)
-    return _shortest(*_rows(num_stages, num_micro_batches, chunks), np.arange(num_stages * chunks) % num_stages)
+    stage_of = np.arange(num_stages * chunks) % num_stages
+    return _shortest(*_rows(num_stages, num_micro_batches, chunks), stage_of, splits)
 
 
-def _shortest(forward: list[Row], backward: list[Row], stage_of: np.ndarray) -> Ticks:
+def _shortest(forward: list[Row], backward: list[Row], stage_of: np.ndarray, splits: bool) -> Ticks:
     """Interleave the ticks of both phases and fill them with weight units, in as few ticks as possible."""
     sequence = _sequence(forward, backward, len(stage_of))
     num_stages = int(stage_of.max()) + 1
-    tables = [_filled(sequence, stage_of, reserve) for reserve in range(num_stages)]
+    tables = [_filled(sequence, stage_of, reserve, splits) for reserve in range(num_stages if splits else 1)]
     return min(tables, key=lambda ticks: ticks.num_ticks)        # on a tie the smallest reserve
 
 
@@ -129,7 +141,7 @@ def _sequence(forward: list[Row], backward: list[Row], num_parts: int) -> list[t
     return found
 
 
-def _filled(sequence: list[tuple[str, Row]], stage_of: np.ndarray, reserve: int) -> Ticks:
+def _filled(sequence: list[tuple[str, Row]], stage_of: np.ndarray, reserve: int, splits: bool) -> Ticks:
     """Put weight units into idle ticks and, if every stage has more than `reserve` of them, into ticks of their own."""
     num_stages = int(stage_of.max()) + 1
     pending: list[Row] = [[] for _ in range(num_stages)]
@@ -146,7 +158,7 @@ def _filled(sequence: list[tuple[str, Row]], stage_of: np.ndarray, reserve: int)
     nothing = [_NONE] * num_stages
     for kind, row in sequence:
         add(kind, row if kind != "head" else [row[0]] * num_stages)
-        if kind == "backward":
+        if kind == "backward" and splits:
             for stage, unit in enumerate(row):
                 if unit[1] != IDLE:
                     pending[stage].append(unit)

@@ -12,16 +12,20 @@ which are available because ping is ahead in every layer. In backward pong comes
 gradients when ping needs them.
 
 **Ticks.** In a same-phase tick every rank of every stage takes part in every attention call: active stages bring the
-rows of their micro-batch, idle stages an empty row, and all serve the tasks that the tick's plans assign to them. The
-calls of a tick are numbered by depth, the layer inside its stage. A stage with fewer layers is idle at the depths it
-lacks: the last of a forward and the first of a backward. Activations and gradients are sent to the neighbouring stage
-while the next tick runs. Ticks that mix phases (1F1B) run the same way, but attention is then only among the data ranks
-of a stage, which all run the same phase at the same time, and idle stages do not take part.
+rows of their micro-batch, the others an empty row, and all serve the tasks that the tick's plans assign to them. The
+calls of a tick are numbered by depth, the layer inside its part. A part with fewer layers is idle at the depths it
+lacks: the last of a forward and the first of a backward. Activations and gradients are sent to the neighbouring part's
+stage while the next tick runs. A weight unit is computed in pieces, one per segment, before the tick's calls. Ticks
+that mix phases (1F1B) run the same way, but attention is then only among the data ranks of a stage, which all run the
+same phase at the same time, and idle stages do not take part.
+
+**Head.** In a head tick the stage of the last part sends every stage an equal slice of a micro-batch's hidden states.
+Each computes the loss of its tokens and their gradients at once, and sends these back for the last part's backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -41,35 +45,61 @@ RowPlans = Sequence[Sequence[Plan]]  # [row][depth]
 
 
 class Stage(Protocol):
-    """The model part of one pipeline stage: it computes between attention calls and receives from neighbours."""
-
-    @property
-    def num_layers(self) -> int: ...
+    """The parts of the model on one stage: they compute between attention calls, and receive from neighbours."""
 
     @property
     def shapes(self) -> Shapes:
         """Shapes of this rank's attention tensors, for calls in which it has no tokens."""
 
+    def num_layers(self, part: int) -> int: ...
+
     def activations(self, micro_batch: int) -> list[torch.Size]:
-        """Return the shape of each row's activations between stages."""
+        """Return the shape of each row's activations between parts."""
+
+    def hidden(self, micro_batch: int) -> list[torch.Size]:
+        """Return the shape of each row's hidden states after the last part."""
 
     def empty(self) -> torch.Tensor:
         """Return any tensor with the dtype and device of activations."""
 
     def forward(
-        self, micro_batch: int, received: Sequence[torch.Tensor], plans: RowPlans, backward_plans: RowPlans
+        self, part: int, micro_batch: int, received: Sequence[torch.Tensor], plans: RowPlans, backward_plans: RowPlans
     ) -> list[torch.Tensor]:
-        """Return each row's activations for the next stage, or the loss on the last; the first receives nothing."""
+        """Return each row's activations for the next part; the first part receives nothing.
 
-    def accumulate(self, last: bool) -> AbstractContextManager[None]:
-        """Return a context for one micro-batch's backward; `last` marks the step's last one."""
+        The last part returns its hidden states, or the loss if the head belongs to it.
+        """
+
+    def head(self, micro_batch: int, hidden: torch.Tensor, begin: int) -> torch.Tensor | None:
+        """Compute the loss of tokens from `begin` on of a micro-batch's rows; return hidden's gradient, if enabled."""
+
+    def backward(
+        self, part: int, micro_batch: int, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor] | None,
+        *, last: bool, apart: bool,
+    ) -> None:
+        """Run a part's backward, without its weight unit if `apart`. `last` marks the step's last one on this stage."""
+
+    def weigh(self, part: int, micro_batch: int, segment: int, *, last: bool) -> None:
+        """Compute one segment of a weight unit. `last` marks the part's last unit of a step."""
+
+    def finish(self, *, apart: bool) -> None:
+        """End a step whose head was spread, or whose weight units came `apart`."""
 
 
 class _Live(NamedTuple):
-    """A micro-batch between its forward and its backward."""
+    """A part's micro-batch between its forward and its backward."""
 
     received: list[torch.Tensor]
     outputs: list[torch.Tensor]
+
+
+class _Here(NamedTuple):
+    """A message to a part of the same stage, or a slice that stays there."""
+
+    tensor: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        return self.tensor
 
 
 class Pipeline:
@@ -77,7 +107,7 @@ class Pipeline:
 
     def __init__(self, stage: Stage, attention: CoreAttention, neighbours: PointToPoint) -> None:
         self.stage, self.attention, self.neighbours = stage, attention, neighbours
-        self.at, self.last = neighbours.stage, neighbours.num_stages - 1
+        self.at = neighbours.stage
 
     def step(self, ticks: Ticks, plans: Sequence[RowPlans]) -> None:
         """Run forward and backward of all micro-batches; gradients accumulate in the stage's parameters.
@@ -85,104 +115,178 @@ class Pipeline:
         `plans[tick][row][depth]` are the plans of each tick, the same on every rank of the attention's pool. In a tick
         without plans an idle stage serves nothing.
         """
-        self._run(ticks, plans, forward_only=False)
+        _Step(self, ticks, plans, forward_only=False).run()
+        if ticks.splits or ticks.spreads_head:
+            self.stage.finish(apart=ticks.splits)
 
     def forward_only(self, ticks: Ticks, plans: Sequence[RowPlans]) -> None:
-        """Run the forward ticks of a step on all stages. Call it under torch.no_grad."""
-        self._run(ticks, plans, forward_only=True)
+        """Run the forward and head ticks of a step on all stages. Call it under torch.no_grad."""
+        _Step(self, ticks, plans, forward_only=True).run()
 
-    def _run(self, ticks: Ticks, plans: Sequence[RowPlans], forward_only: bool) -> None:
-        self._check(ticks, plans)
-        live: dict[int, _Live] = {}
-        arriving: dict[tuple[bool, int], list[Handle]] = {}      # by phase and micro-batch
-        leaving: list[Handle] = []
+
+class _Step:
+    """One run over a step's ticks."""
+
+    def __init__(self, pipeline: Pipeline, ticks: Ticks, plans: Sequence[RowPlans], forward_only: bool) -> None:
+        self.stage, self.attention, self.neighbours = pipeline.stage, pipeline.attention, pipeline.neighbours
+        self.at, self.ticks, self.plans, self.forward_only = pipeline.at, ticks, plans, forward_only
+        self._check()
+        self.live: dict[tuple[int, int], _Live] = {}             # by part and micro-batch
+        self.arriving: dict[tuple[bool, int, int], list[Handle]] = {}  # by phase, part and micro-batch
         runs_backward = ticks.active[:, self.at] & ticks.backward[:, self.at]
-        returns = {int(ticks.micro_batch[tick, self.at]): int(tick) for tick in np.flatnonzero(runs_backward)}
+        self.returns = {(int(ticks.part[tick, self.at]), int(ticks.micro_batch[tick, self.at])): int(tick)
+                        for tick in np.flatnonzero(runs_backward)}
+        weighs = np.flatnonzero(ticks.weight[:, self.at] != IDLE)
+        self.last_weight = {int(ticks.weight_part[tick, self.at]): int(tick) for tick in weighs}  # tick, by part
+
+    def run(self) -> None:
+        ticks, leaving = self.ticks, list[Handle]()
         for tick in range(ticks.num_ticks):
-            micro_batch, backward = int(ticks.micro_batch[tick, self.at]), bool(ticks.backward[tick, self.at])
             sent: list[Handle] = []
-            if not (backward and forward_only):
-                received = arriving.pop((backward, micro_batch), [])
-                with nullcontext() if forward_only else self._noted(micro_batch, backward):
-                    if micro_batch == IDLE:
-                        self._serve(plans[tick], 0, backward)
-                    elif backward:
-                        is_last = micro_batch == next(reversed(returns))
-                        sent = self._backward(live.pop(micro_batch), received, plans[tick], is_last)
-                    else:
-                        back = tick if forward_only else returns[micro_batch]
-                        live[micro_batch] = self._forward(micro_batch, received, plans[tick], plans[back])
-                        if self.at < self.last:
-                            sent = [self.neighbours.send(output.detach(), self.at + 1)
-                                    for output in live[micro_batch].outputs]
-                        if forward_only:
-                            del live[micro_batch]
-                        self._serve(plans[tick], self.stage.num_layers, backward)
+            if ticks.head[tick] != IDLE:
+                with self._noted(f"head {ticks.head[tick]}", "pipeline"):
+                    sent = self._head(int(ticks.head[tick]))
+            elif not (self.forward_only and (ticks.backward[tick, self.at] or not ticks.active[tick].any())):
+                sent = self._tick(tick)
             for handle in leaving:                               # sent in the previous tick
                 handle.wait()
             leaving = sent
-            arriving.update(self._expect(ticks, tick, forward_only))
+            self._expect(tick)
         for handle in leaving:
             handle.wait()
 
-    def _forward(
-        self, micro_batch: int, activations: Sequence[Handle], plans: RowPlans, backward_plans: RowPlans
-    ) -> _Live:
-        received = [x.requires_grad_() for x in self._arrived(activations)]
-        return _Live(received, self.stage.forward(micro_batch, received, plans, backward_plans))
+    def _tick(self, tick: int) -> list[Handle]:
+        """Run this stage's unit of a tick and serve the tick's other calls; return what is being sent."""
+        ticks, plans = self.ticks, self.plans[tick]
+        part, micro_batch = int(ticks.part[tick, self.at]), int(ticks.micro_batch[tick, self.at])
+        backward, weight = bool(ticks.backward[tick, self.at]), int(ticks.weight[tick, self.at])
+        if micro_batch == IDLE:
+            if weight == IDLE or self.forward_only:
+                with self._noted("bubble", "bubble"):
+                    self._serve(plans, 0, backward)
+            else:
+                with self._noted(f"weights {weight}", "pipeline"):
+                    self._serve(plans, 0, backward, self._pieces(tick))
+            return []
+        with self._noted(f"{'backward' if backward else 'forward'} {micro_batch}", "pipeline"):
+            received = self._arrived(self.arriving.pop((backward, part, micro_batch), []))
+            if backward:
+                self._serve(plans, self.stage.num_layers(part), backward)
+                return self._backward(part, micro_batch, received)
+            back = tick if self.forward_only else self.returns[part, micro_batch]
+            sent = self._forward(part, micro_batch, received, plans, self.plans[back])
+            self._serve(plans, self.stage.num_layers(part), backward)
+            return sent
 
-    def _backward(self, live: _Live, gradients: Sequence[Handle], plans: RowPlans, final: bool) -> list[Handle]:
-        arrived = self._arrived(gradients)
-        self._serve(plans, self.stage.num_layers, backward=True)
-        with self.stage.accumulate(final):
-            torch.autograd.backward(live.outputs, arrived or None)
-        sent = []
-        for received in live.received:
-            assert received.grad is not None
-            sent.append(self.neighbours.send(received.grad, self.at - 1))
+    def _forward(
+        self, part: int, micro_batch: int, received: list[torch.Tensor], plans: RowPlans, backward_plans: RowPlans
+    ) -> list[Handle]:
+        received = [x.requires_grad_() for x in received]
+        outputs = self.stage.forward(part, micro_batch, received, plans, backward_plans)
+        if not self.forward_only or (part == self.ticks.num_parts - 1 and self.ticks.spreads_head):
+            self.live[part, micro_batch] = _Live(received, outputs)
+        return self._send(False, part + 1, micro_batch, [output.detach() for output in outputs])
+
+    def _backward(self, part: int, micro_batch: int, arrived: list[torch.Tensor]) -> list[Handle]:
+        live, ticks = self.live.pop((part, micro_batch)), self.ticks
+        if part == ticks.num_parts - 1 and ticks.spreads_head:
+            arrived = list(torch.cat(arrived).split([len(output) for output in live.outputs]))
+        self.stage.backward(part, micro_batch, live.outputs, arrived or None, apart=ticks.splits,
+                            last=(part, micro_batch) == next(reversed(self.returns)))
+        gradients = [received.grad for received in live.received]
+        return self._send(True, part - 1, micro_batch, [gradient for gradient in gradients if gradient is not None])
+
+    def _send(self, backward: bool, part: int, micro_batch: int, tensors: Sequence[torch.Tensor]) -> list[Handle]:
+        """Start sending to a part, if there is such a part."""
+        if not 0 <= part < self.ticks.num_parts:
+            return []
+        target = int(self.ticks.stage_of[part])
+        if target == self.at:
+            self.arriving[backward, part, micro_batch] = [_Here(tensor) for tensor in tensors]
+            return []
+        return [self.neighbours.send(tensor, target) for tensor in tensors]
+
+    def _head(self, micro_batch: int) -> list[Handle]:
+        """Compute the head for this stage's slice of a micro-batch's tokens; return what is being sent."""
+        part, stages = self.ticks.num_parts - 1, self.ticks.num_stages
+        shapes, source = self.stage.hidden(micro_batch), int(self.ticks.stage_of[part])
+        edges = [sum(shape[0] for shape in shapes) * stage // stages for stage in range(stages + 1)]
+        sizes = [torch.Size((end - begin, shapes[0][1])) for begin, end in pairwise(edges)]
+        others = [stage for stage in range(stages) if stage != source and sizes[stage][0]]
+        sent: list[Handle] = []
+        if self.at == source:
+            outputs = torch.cat([output.detach() for output in self.live[part, micro_batch].outputs])
+            slices = outputs.split([size[0] for size in sizes])
+            sent = [self.neighbours.send(slices[stage], stage) for stage in others]
+            hidden = slices[source]
+        else:
+            hidden = torch.empty(sizes[self.at], dtype=self.stage.empty().dtype, device=self.stage.empty().device)
+            if self.at in others:
+                hidden, = self._arrived([self.neighbours.receive(sizes[self.at], self.stage.empty(), source)])
+        gradient = self.stage.head(micro_batch, hidden, edges[self.at])
+        if self.forward_only:
+            self.live.pop((part, micro_batch), None)
+            return sent
+        assert gradient is not None
+        if self.at != source:
+            return [self.neighbours.send(gradient, source)] if self.at in others else []
+        self.arriving[True, part, micro_batch] = [
+            _Here(gradient) if stage == source else self.neighbours.receive(sizes[stage], self.stage.empty(), stage)
+            for stage in range(stages) if stage == source or stage in others]
         return sent
 
-    def _serve(self, plans: RowPlans, first_depth: int, backward: bool) -> None:
-        """Take part without tokens in the tick's calls from `first_depth` on, in the order of the active stages."""
+    def _pieces(self, tick: int) -> Iterator[None]:
+        """Compute a weight unit segment by segment, in the order of the tick's phase, one with every `next`."""
+        part, micro_batch = int(self.ticks.weight_part[tick, self.at]), int(self.ticks.weight[tick, self.at])
+        segments = range(self.stage.num_layers(part) + 1)
+        for segment in reversed(segments) if self.ticks.backward[tick, self.at] else segments:
+            self.stage.weigh(part, micro_batch, segment, last=tick == self.last_weight[part])
+            yield
+
+    def _serve(
+        self, plans: RowPlans, first_depth: int, backward: bool, pieces: Iterator[None] = iter(())  # noqa: B008
+    ) -> None:
+        """Take part without tokens in the tick's calls from `first_depth` on, in the order of the active stages.
+
+        One of `pieces` is computed before each call, and the rest after the last.
+        """
         depths = range(first_depth, len(plans[0]) if plans else 0)
         for depth in reversed(depths) if backward else depths:
+            next(pieces, None)
             rows = reversed(plans) if backward else plans
             calls = [self.attention.call(row[depth], self.stage.shapes, backward=backward) for row in rows]
             for phase in Phase:
                 for call in calls:
                     call.run_without_tokens(phase)
+        for _ in pieces:
+            pass
 
-    def _expect(self, ticks: Ticks, tick: int, forward_only: bool) -> dict[tuple[bool, int], list[Handle]]:
-        """Start receiving this tick's messages: activations from the previous stage, gradients from the next."""
-        expected = {}
-        for backward, source in ((False, self.at - 1), (True, self.at + 1))[:1 if forward_only else 2]:
-            if 0 <= source <= self.last and bool(ticks.backward[tick, source]) == backward:
-                micro_batch = int(ticks.micro_batch[tick, source])
-                if micro_batch != IDLE:
-                    expected[backward, micro_batch] = [
-                        self.neighbours.receive(shape, self.stage.empty(), source)
-                        for shape in self.stage.activations(micro_batch)]
-        return expected
+    def _expect(self, tick: int) -> None:
+        """Start receiving this tick's messages: activations from the previous part, gradients from the next."""
+        ticks = self.ticks
+        for source in np.flatnonzero(ticks.active[tick]).tolist():
+            backward, micro_batch = bool(ticks.backward[tick, source]), int(ticks.micro_batch[tick, source])
+            part = int(ticks.part[tick, source]) + (-1 if backward else 1)
+            if (source != self.at and 0 <= part < ticks.num_parts and ticks.stage_of[part] == self.at
+                    and not (backward and self.forward_only)):
+                self.arriving[backward, part, micro_batch] = [
+                    self.neighbours.receive(shape, self.stage.empty(), source)
+                    for shape in self.stage.activations(micro_batch)]
 
     def _arrived(self, handles: Sequence[Handle]) -> list[torch.Tensor]:
-        recorder = self.attention.recorder
-        with nullcontext() if recorder is None or not handles else recorder.span("neighbour", "wait"):
+        with self._noted("neighbour", "wait") if handles else nullcontext():
             return [handle.wait() for handle in handles]
 
-    def _noted(self, micro_batch: int, backward: bool) -> AbstractContextManager[None]:
+    def _noted(self, name: str, lane: str) -> AbstractContextManager[None]:
         recorder = self.attention.recorder
-        if recorder is None:
-            return nullcontext()
-        if micro_batch == IDLE:
-            return recorder.span("bubble", "bubble")
-        return recorder.span(f"{'backward' if backward else 'forward'} {micro_batch}", "pipeline")
+        return nullcontext() if recorder is None or self.forward_only else recorder.span(name, lane)
 
-    def _check(self, ticks: Ticks, plans: Sequence[RowPlans]) -> None:
-        if ticks.num_stages != self.neighbours.num_stages:
-            raise UserError(f"the ticks are for {ticks.num_stages} stages but the pipeline has "
+    def _check(self) -> None:
+        if self.ticks.num_stages != self.neighbours.num_stages:
+            raise UserError(f"the ticks are for {self.ticks.num_stages} stages but the pipeline has "
                             f"{self.neighbours.num_stages}; make them with as many")
-        if len(plans) != ticks.num_ticks:
-            raise UserError(f"there are plans for {len(plans)} ticks of {ticks.num_ticks}; plan every tick")
+        if len(self.plans) != self.ticks.num_ticks:
+            raise UserError(f"there are plans for {len(self.plans)} ticks of {self.ticks.num_ticks}; plan every tick")
 
 
 Segment = Callable[..., Any]

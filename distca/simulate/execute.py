@@ -63,13 +63,17 @@ class _Units:
     part: np.ndarray
     backward: np.ndarray
     weight: np.ndarray       # micro-batch of the weight unit
-    layers: np.ndarray       # of the part that the stage's unit runs
+    layers: np.ndarray       # of the part that the stage's unit runs; a weight unit has one for every turn of the tick
+    weight_layers: np.ndarray  # of the part that the stage's unit runs, over `layers`
 
     @classmethod
     def of(cls, step: StepPlan, tick: int) -> _Units:
         ticks, layers = step.ticks, np.array(step.layers)
         part = np.where(ticks.active[tick], ticks.part[tick], ticks.weight_part[tick])
-        return cls(ticks.micro_batch[tick], part, ticks.backward[tick], ticks.weight[tick], layers[part])
+        turns = layers[part][ticks.active[tick]].max(initial=0)
+        beside = (ticks.weight[tick] != IDLE) & (turns > 0)      # a weight unit beside attention
+        own = np.where(beside, turns, layers[part])
+        return cls(ticks.micro_batch[tick], part, ticks.backward[tick], ticks.weight[tick], own, layers[part] / own)
 
     @property
     def active(self) -> np.ndarray:
@@ -217,7 +221,7 @@ class _Execution:
     def _nano_batches(self, units: _Units) -> list[tuple[np.ndarray, np.ndarray]]:
         """[segments, ranks] seconds and the head's, per nano-batch in order of execution: reversed in backward.
 
-        Weight units are divided like the tick's other units, and run whole if the tick has none.
+        Weight units are divided over the tick's turns, and run whole if the tick has no calls.
         """
         num_nano, whole = self.tokens.shape[1], not units.active.any()
         phase = units.backward.astype(int)
@@ -227,7 +231,7 @@ class _Execution:
             table, head = np.zeros((4, self.num_ranks)), np.zeros(self.num_ranks)
             seconds = self.seconds[phase, units.micro_batch, nano]  # [stages, segments, data ranks]
             if units.weighs.any():
-                apart = self.seconds[2 + phase, units.weight, nano]
+                apart = self.seconds[2 + phase, units.weight, nano] * units.weight_layers[:, None, None]
                 if whole:
                     apart = apart[:, 1:2] * units.layers[:, None, None] * np.ones((1, 3, 1))
                 seconds = np.where(units.weighs[:, None, None], apart, seconds)

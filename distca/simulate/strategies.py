@@ -3,19 +3,19 @@
 Baselines divide the data ranks into dp replicas of cp ranks and choose dp and cp. Our strategies share attention among
 all ranks: `disaggregated` is the published method at one tolerance, with documents where the loader puts them; `distca`
 also places documents, and may run without ping-pong. If the tolerance is `auto`, `distca` chooses it for the run. Both
-are planned by `plan_step`, as in a training run.
+are planned by `plan_step`, as in a training run, and choose among `planning.orders.orders`.
 
-`bound` is a lower bound on the step time of any strategy. The linear layers of a stage (and the head of the last) take
-at least the mean over its ranks. Linear layers and attention together take at least the mean over the pool, with each
-document's attention at the table's best rate for shapes with no more keys than the document has. Links between ranks
-are free, and attention may run in any bubble and be cut anywhere. Seconds of segments are proportional to tokens, so
-how tokens are divided over ranks does not change their sum. The optimizer's seconds are added.
+`bound` is a lower bound on the step time of any strategy. Linear layers, head and attention take at least the mean over
+the pool, with each document's attention at the table's best rate for shapes with no more keys than the document has.
+Links between ranks are free, work may run in any bubble and on any stage, and attention may be cut anywhere. Seconds of
+segments are proportional to tokens, so how tokens are divided over ranks does not change their sum. The optimizer's
+seconds are added, as if all stages had equal shares of the weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -32,7 +32,8 @@ from distca.baselines import (
 )
 from distca.cost.work import causal_pairs
 from distca.planning.choose import DEFAULT_TOLERANCE, TOLERANCES, plan_step
-from distca.planning.orders import one_forward_one_backward
+from distca.planning.orders import one_forward_one_backward, orders
+from distca.planning.schedule import IDLE, Ticks, layers_of_stages
 from distca.planning.step import StepPlan
 from distca.simulate.costs import Costs, max_live_tokens, memory
 from distca.simulate.execute import Step
@@ -67,19 +68,33 @@ class PoolChoice:
     placement: str
     tolerance: float = DEFAULT_TOLERANCE
     ping_pong: bool = True
+    order: str = "same_phase"  # see `planning.orders.orders`
 
     def describe(self, setting: Setting) -> str:
         whole = "" if self.ping_pong else ", no ping-pong"
-        return f"{self.placement} placement, tolerance {self.tolerance:g}{whole}, {_pipeline(setting)}"
+        order = f", {self.order.replace('_', ' ')}" if setting.pp > 1 else ""
+        return f"{self.placement} placement, tolerance {self.tolerance:g}{whole}, {_pipeline(setting)}{order}"
 
-    def floor(self, setting: Setting, costs: Costs) -> float:
-        return 0.0
+    def floor(self, setting: Setting, costs: Costs, batch: StepDocuments) -> float:
+        """Seconds of the order's ticks with free links and attention that divides evenly."""
+        ticks, layers = self._ticks(setting)
+        return ticks_seconds(setting, costs, ticks, layers, batch.micro_batches(setting))
 
     def step_plan(self, setting: Setting, costs: Costs, batch: StepDocuments) -> StepPlan | None:
+        """Plan a step; None if its activations cannot fit the memory."""
+        ticks, layers = self._ticks(setting)
+        tokens = np.full((setting.num_micro_batches, setting.num_data), setting.tokens_per_rank)
+        if memory(costs, layers, ticks, tokens).peak > setting.cluster.memory_bytes:
+            return None
         return plan_step(
-            batch.micro_batches(setting), setting.model, num_data=setting.num_data, layers=setting.layers,
+            batch.micro_batches(setting), setting.model, num_data=setting.num_data, layers=layers, ticks=ticks,
             tp=setting.tp, ping_pong=self.ping_pong, placement=self.placement, tolerance=self.tolerance,
             cost=costs.attention, topology=Topology.of_cluster(setting.cluster, setting.num_pool, setting.tp))
+
+    def _ticks(self, setting: Setting) -> tuple[Ticks, tuple[int, ...]]:
+        """Return the order's ticks and the layers of its parts."""
+        ticks = orders(setting.pp, setting.num_micro_batches, setting.model.num_layers)[self.order]
+        return ticks, layers_of_stages(setting.model.num_layers, ticks.num_parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +109,7 @@ class GroupChoice:
         return (f"{self.packing} rows, dp {setting.num_data // self.cp} x cp {self.cp} by {self.sharding}, "
                 f"{_pipeline(setting)}")
 
-    def floor(self, setting: Setting, costs: Costs) -> float:
+    def floor(self, setting: Setting, costs: Costs, batch: StepDocuments) -> float:
         """Lower bound on the step: some group runs the layers and gathers the keys of at least the mean tokens."""
         tokens = np.full(1, float(setting.tokens_per_rank))
         keys = setting.tokens_per_rank * self.cp * setting.model.kv_token_bytes(setting.tp)
@@ -130,6 +145,7 @@ class Strategy:
     name: str
     is_baseline: bool
     choices: Callable[[Setting, float | str], Sequence[Choice]]  # for a setting and a tolerance or auto
+    variants: Callable[[Setting, Choice, float | str], Sequence[Choice]]  # of the best choice, which are tried too
 
 
 def _grouped(name: str, packings: Sequence[str], sharding: str) -> Strategy:
@@ -138,18 +154,25 @@ def _grouped(name: str, packings: Sequence[str], sharding: str) -> Strategy:
         return [GroupChoice(cp, packing, sharding) for cp in divisors for packing in packings
                 if packing == "variable" or setting.sequences_per_micro_batch % (setting.num_data // cp) == 0]
 
-    return Strategy(name, True, choices)
+    return Strategy(name, True, choices, lambda setting, choice, tolerance: ())
 
 
 def _pool(
     name: str, placement: str, tolerances: Sequence[float] = (DEFAULT_TOLERANCE,), may_wait: bool = False
 ) -> Strategy:
-    """Try `tolerances` for auto, and with `may_wait` also no ping-pong, which is faster if exchanges are short."""
+    """Try all orders. With the best, try `tolerances` for auto, and with `may_wait` also no ping-pong, which is faster
+    if exchanges are short."""
     def choices(setting: Setting, tolerance: float | str) -> list[Choice]:
-        tried, one = (tolerances, DEFAULT_TOLERANCE) if isinstance(tolerance, str) else ((tolerance,), tolerance)
-        return [*(PoolChoice(placement, value) for value in tried), *[PoolChoice(placement, one, False)] * may_wait]
+        one = DEFAULT_TOLERANCE if isinstance(tolerance, str) else tolerance
+        listed = orders(setting.pp, setting.num_micro_batches, setting.model.num_layers)
+        return [PoolChoice(placement, one, order=order) for order in listed]
 
-    return Strategy(name, False, choices)
+    def variants(setting: Setting, choice: Choice, tolerance: float | str) -> list[Choice]:
+        assert isinstance(choice, PoolChoice)
+        others = [value for value in tolerances if value != choice.tolerance] if isinstance(tolerance, str) else []
+        return [*(replace(choice, tolerance=value) for value in others), *[replace(choice, ping_pong=False)] * may_wait]
+
+    return Strategy(name, False, choices, variants)
 
 
 STRATEGIES = {strategy.name: strategy for strategy in (
@@ -207,17 +230,44 @@ def check_names(names: Sequence[str]) -> tuple[str, ...]:
 
 def bound(setting: Setting, costs: Costs, lengths: np.ndarray) -> Step:
     """Return a lower bound on a step that trains on documents of these lengths."""
-    layers, tokens = np.array(setting.layers), np.full(1, float(lengths.sum()))
-    pairs = causal_pairs(np.zeros_like(lengths), lengths) * setting.model.num_layers
-    linear, attention = np.zeros(setting.pp), 0.0                # of all ranks; [stages]
+    num_layers, tokens = setting.model.num_layers, np.full(1, float(lengths.sum()))
+    pairs = causal_pairs(np.zeros_like(lengths), lengths) * num_layers
+    linear = attention = 0.0                                     # of all ranks
     for backward in (False, True):
-        linear += sum(float(part[0]) for part in costs.segment_seconds(tokens, backward)) * layers
-        linear[-1] += float(costs.head_seconds(tokens, backward)[0])
+        linear += sum(float(part[0]) for part in costs.segment_seconds(tokens, backward)) * num_layers
+        linear += float(costs.head_seconds(tokens, backward)[0])
         attention += costs.attention.least(pairs, backward, lengths)
-    optimizer = costs.optimizer_seconds(setting.layers, setting.num_data)
-    floor = max(float(linear.max()) / setting.num_data, (float(linear.sum()) + attention) / setting.num_pool)
-    seconds = floor + float(optimizer.max())
-    busy = ((float(linear.sum()) + attention) / setting.num_pool + float(optimizer.mean())) / seconds
+    optimizer = float(costs.optimizer_seconds(setting.layers, setting.num_data).mean())
+    seconds = (linear + attention) / setting.num_pool + optimizer
     equal_tokens = memory(costs, setting.layers, one_forward_one_backward(setting.pp, 1),
                           np.full((1, setting.num_data), setting.tokens_per_rank))  # of one micro-batch
-    return Step(seconds, busy, np.full(setting.num_pool, attention / setting.num_pool), equal_tokens)
+    return Step(seconds, 1.0, np.full(setting.num_pool, attention / setting.num_pool), equal_tokens)
+
+
+def ticks_seconds(
+    setting: Setting, costs: Costs, ticks: Ticks, layers: Sequence[int], micro_batches: Sequence[np.ndarray]
+) -> float:
+    """Return the seconds of an order's ticks with free links and attention that divides evenly.
+
+    If stages share attention, a tick takes as long as its busiest stage's linear layers, and at least the mean of all
+    its work over the pool. Otherwise a stage takes as long as its own work, and the slowest counts.
+    """
+    tokens, parts = np.full(1, float(setting.tokens_per_rank)), np.array(layers)
+
+    def linear(backward: bool, weights: bool | None = None) -> float:
+        return sum(float(segment[0]) for segment in costs.segment_seconds(tokens, backward, weights))
+
+    own = parts[ticks.part] * np.where(ticks.backward, linear(True, False if ticks.splits else None), linear(False))
+    seconds = own * ticks.active + parts[ticks.weight_part] * (ticks.weight != IDLE) * linear(True, True)
+    head = np.array([float(costs.head_seconds(tokens, backward)[0]) for backward in (False, True)])
+    if ticks.spreads_head:
+        seconds[ticks.head != IDLE] = head.sum() / setting.pp
+    else:
+        seconds += head[ticks.backward.astype(int)] * (ticks.active & (ticks.part == len(layers) - 1))
+    least = np.array([[costs.attention.least(causal_pairs(np.zeros_like(lengths), lengths), backward, lengths)
+                       for lengths in micro_batches] for backward in (False, True)])
+    attention = ticks.active * parts[ticks.part] * least[ticks.backward.astype(int), ticks.micro_batch]
+    work = seconds + attention / setting.num_data                # [ticks, stages] of a rank
+    found = np.maximum(seconds.max(axis=1), work.mean(axis=1)).sum() if ticks.same_phase else work.sum(axis=0).max()
+    of_stages = np.bincount(ticks.stage_of, weights=parts)
+    return float(found) + float(costs.optimizer_seconds(of_stages, setting.num_data).max())

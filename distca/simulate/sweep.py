@@ -249,20 +249,18 @@ def _run(
 
 
 def _chosen(question: Question, batches: Sequence[Found]) -> frozenset[Key] | None:
-    """Return the choices that our strategies keep after the first batches; None before these have run."""
-    best = [_best_key(question, name, batches) for name in question.strategies
-            if batches and name != BOUND and not STRATEGIES[name].is_baseline]
+    """Return the best choice of each strategy after the first batches; None before these have run."""
+    best = [_best_key(question, name, batches) for name in question.strategies if batches and name != BOUND]
     return frozenset(key for key in best if key is not None) if batches else None
 
 
 def batch_figures(question: Question, number: int, chosen: frozenset[Key] | None = None) -> Found:
-    """Run all strategies on one batch with all their choices; ours only with those in `chosen`, if given.
+    """Run all strategies on one batch with all their choices, and with the variants of the best one.
 
-    A choice that does not fit the memory maps to None. A choice that was skipped maps to a lower bound on its seconds,
-    which may be infinite.
+    If `chosen` is given, our strategies run only these, and variants only if these name them. A choice that does not
+    fit the memory maps to None. A choice that was skipped maps to a lower bound on its seconds, which may be infinite.
     """
     found: Found = {}
-    best = dict.fromkeys(question.strategies, inf)
     for at, setting in enumerate(question.settings):
         costs, batch = question.costs(setting), question.batch(setting, number)
         done: dict[bytes, Figures | None] = {}                   # baselines often make the same plan
@@ -271,17 +269,28 @@ def batch_figures(question: Question, number: int, chosen: frozenset[Key] | None
                 floor = bound(setting, costs, batch.lengths())
                 found[at, name, None] = Figures.of(floor, floor.seconds)
                 continue
-            choices = [(choice.floor(setting, costs), choice)
-                       for choice in STRATEGIES[name].choices(setting, question.tolerance)]
-            for least, choice in sorted(choices, key=lambda one: one[0]):  # the most promising first
-                key = at, name, choice
-                is_tried = chosen is None or key in chosen or STRATEGIES[name].is_baseline
-                floor_seconds = least if is_tried else inf
-                figures = _try(question, key, batch, done) if floor_seconds < best[name] else floor_seconds
-                found[key] = figures
-                if isinstance(figures, Figures):
-                    best[name] = min(best[name], figures.seconds)
+            strategy = STRATEGIES[name]
+            tried = {choice: choice.floor(setting, costs, batch)
+                     for choice in strategy.choices(setting, question.tolerance)}
+            if chosen is not None:
+                mine = {choice: 0.0 for key in chosen if key[:2] == (at, name) and (choice := key[2]) is not None}
+                tried = {**tried, **mine} if strategy.is_baseline else mine
+            for choice, least in sorted(tried.items(), key=lambda one: one[1]):  # the most promising first
+                _attempt(question, (at, name, choice), batch, least, found, done)
+            best = min(tried, key=lambda choice: _seconds(found[at, name, choice]), default=None)
+            for variant in () if best is None or chosen is not None else strategy.variants(
+                    setting, best, question.tolerance):
+                _attempt(question, (at, name, variant), batch, 0.0, found, done)
     return found
+
+
+def _attempt(
+    question: Question, key: Key, batch: StepDocuments, least: float, found: Found, done: dict[bytes, Figures | None]
+) -> None:
+    """Run a choice and record its figures, unless it takes at least `least` seconds and another one takes less."""
+    best = min((_seconds(figures) for other, figures in found.items()
+                if other[1] == key[1] and isinstance(figures, Figures)), default=inf)
+    found[key] = _try(question, key, batch, done) if least < best else least
 
 
 def _try(question: Question, key: Key, batch: StepDocuments, done: dict[bytes, Figures | None]) -> Figures | None:
@@ -334,7 +343,13 @@ def _best_outcome(question: Question, name: str, batches: Sequence[Found]) -> Ou
 
 
 def _best_key(question: Question, name: str, batches: Sequence[Found]) -> Key | None:
-    """Return the choice with the best mean; batches that skipped it run it now."""
+    """Return the choice with the best mean; batches that skipped it run it now.
+
+    A variant that the first batches did not all try is tried by all of them.
+    """
+    for number, found in enumerate(batches):
+        for key in {key: None for other in batches for key in other if key not in found}:
+            found[key] = 0.0 if number < BATCHES_TO_CHOOSE_ON else inf
     keys = [key for key in batches[0] if key[1] == name]
     while keys := [key for key in keys if all(found[key] is not None for found in batches)]:
         best = min(keys, key=lambda key: sum(_seconds(found[key]) for found in batches))

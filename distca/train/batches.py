@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from distca.baselines import at_home_step, per_document_cp_step
 from distca.corpus.corpora import Corpus
@@ -25,7 +26,7 @@ from distca.cost.mixed_pool import find_cost, time_of
 from distca.cost.network import find_cluster
 from distca.planning.choose import StepSeconds, plan_step
 from distca.planning.plan import Plan
-from distca.planning.schedule import layers_of_stages
+from distca.planning.schedule import Ticks, layers_of_stages
 from distca.planning.step import StepPlan, StepSummary
 from distca.planning.windows import with_windows
 from distca.runtime.attention import CoreAttention
@@ -40,7 +41,9 @@ from distca.train.model.decoder import Decoder
 from distca.train.model.loss import chunked_cross_entropy
 from distca.train.model.parallel import accumulating
 from distca.train.model.segment_runs import Offload
+from distca.train.model.weight_gradients import WeightGradients, WeightUnit
 from distca.train.settings import Settings
+from distca.train.settings.schedule import pipeline_ticks
 from distca.validation import UserError
 from distca.workload.topology import Topology
 
@@ -51,25 +54,29 @@ Agree = Callable[[StepPlan, StepDigests], StepPlan]  # this rank's plan -> the p
 def step_plan(
     lengths: Sequence[np.ndarray], settings: Settings, model: ModelShape, num_data: int,
     cost: AttentionTime | None = None, topology: Topology | None = None, speed: np.ndarray | None = None,
+    ticks: Ticks | None = None,
 ) -> StepPlan:
     """Plan a step whose micro-batch m has documents of `lengths[m]` tokens, over `num_data` data ranks.
 
-    `speed` holds the relative speed of every attention server; None means equal speeds. The modes "home" and
+    `speed` holds the relative speed of every attention server; None means equal speeds. `ticks` order the work; None
+    means as the settings choose for an untied model. The modes "home" and
     "per_document_cp" choose the placement themselves and run without ping-pong.
     """
     attention, tp = settings.attention, settings.parallel.tensor
-    layers = layers_of_stages(model.num_layers, settings.parallel.pipeline)
+    if ticks is None:
+        ticks = pipeline_ticks(settings.with_values({"batch.micro_batches": len(lengths)}), model)
+    layers = layers_of_stages(model.num_layers, ticks.num_parts)
     if attention.mode == "home":
         step = at_home_step(lengths, model, num_data=num_data, layers=layers, tp=tp)
     elif attention.mode == "per_document_cp":
         step = per_document_cp_step(lengths, model, num_data=num_data, layers=layers, tp=tp)
     else:
-        servers = len(layers) * num_data + attention.dedicated // tp  # servers of this rank's tensor index
+        servers = ticks.num_stages * num_data + attention.dedicated // tp  # servers of this rank's tensor index
         tolerance = attention.tolerance if isinstance(attention.tolerance, float) else _step_seconds(
             model, attention.cluster, tp, attention.cost)
         step = plan_step(lengths, model, num_data=num_data, layers=layers, tp=tp, ping_pong=settings.batch.ping_pong,
                          placement=attention.placement, tolerance=tolerance,
-                         speed=np.ones(servers) if speed is None else speed, cost=cost, topology=topology)
+                         speed=np.ones(servers) if speed is None else speed, cost=cost, topology=topology, ticks=ticks)
     return with_windows(step, model.layer_windows)
 
 
@@ -121,9 +128,9 @@ class Batches:
 
     speed: np.ndarray | None = None  # [servers] relative speeds; None: equal
 
-    def __init__(self, loader: Loader, *, topology: Topology | None = None, agree: Agree | None = None,
-                 trains: bool = True) -> None:
-        self.loader, self.settings, self.position = loader, loader.settings, loader.start
+    def __init__(self, loader: Loader, ticks: Ticks | None = None, *, topology: Topology | None = None,
+                 agree: Agree | None = None, trains: bool = True) -> None:
+        self.loader, self.settings, self.position, self._ticks = loader, loader.settings, loader.start, ticks
         self._topology, self._agree, self._trains = topology, agree, trains
         self._cost = attention_time(loader.settings, loader.model)
         self._ahead: Future[_Draft] | None = None
@@ -165,7 +172,7 @@ class Batches:
         began = time.perf_counter()
         lengths = [np.array([piece.stop - piece.start for piece in pieces]) for pieces in documents]
         plan = step_plan(lengths, self.settings, self.loader.model, self.loader.world, self._cost, self._topology,
-                         speed)
+                         speed, self._ticks)
         batch = self._batch(plan, documents, time.perf_counter() - began)
         return _Draft(batch, documents, StepDigests.of(plan), after)
 
@@ -232,18 +239,19 @@ class Evaluation:
 
 
 class StageWork:
-    """Runs this rank's pipeline stage on one batch after another; on the last stage `total` is the summed loss."""
+    """Runs this rank's parts of a pipeline on one batch after another; `total` is the summed loss of its labels."""
 
     def __init__(
         self, decoder: Decoder, attention: CoreAttention, *, tensor: int, dtype: torch.dtype, device: torch.device,
         loss_chunk_tokens: int, compiled: bool = False, offload: Offload | None = None,
+        gradients: WeightGradients | None = None,
     ) -> None:
         self.decoder, self.attention, self.loss_chunk_tokens = decoder, attention, loss_chunk_tokens
         self.compiled, self.offload = compiled, offload
         self.device, self.tensor = device, tensor
-        model, segments = decoder.shape.model, list(decoder.segments)
-        self.first, self.last = segments[0].embed is not None, segments[-1].norm is not None
-        self.num_layers = len(segments) - 1
+        self.gradients = gradients                               # if the head is on all stages
+        self.units: dict[tuple[int, int], WeightUnit] = {}       # by part and micro-batch
+        model = decoder.shape.model
         self.shapes = Shapes(model.num_heads // tensor, model.num_kv_heads // tensor, model.head_dim, dtype, device)
 
     def begin(self, batch: Batch) -> None:
@@ -252,36 +260,87 @@ class StageWork:
                       for row in rows] for rows in batch.micro_batches]
         self.reads = [[row.reads for row in rows] for rows in batch.micro_batches]
         self.total = torch.zeros((), dtype=torch.float64, device=self.device)
+        if self.gradients is not None:
+            self.gradients.gather_head()
+
+    def num_layers(self, part: int) -> int:
+        return len(self.decoder.parts[part]) - 1
 
     def activations(self, micro_batch: int) -> list[torch.Size]:
-        """Return the shape of each row's hidden states on this rank; tensor parallelism shards and pads the tokens."""
-        hidden = self.decoder.shape.model.hidden
-        return [torch.Size((-(-len(tokens) // self.tensor), hidden)) for tokens, _, _ in self.rows[micro_batch]]
+        """Return the shape of each row's x on this rank; tensor parallelism shards and pads the tokens."""
+        return [torch.Size((-(-num_tokens // self.tensor), hidden)) for num_tokens, hidden in self.hidden(micro_batch)]
+
+    def hidden(self, micro_batch: int) -> list[torch.Size]:
+        return [torch.Size((len(tokens), self.decoder.shape.model.hidden)) for tokens, _, _ in self.rows[micro_batch]]
 
     def empty(self) -> torch.Tensor:
         return torch.empty(0, dtype=self.shapes.dtype, device=self.device)
 
     def forward(
-        self, micro_batch: int, received: Sequence[torch.Tensor], plans: RowPlans, backward_plans: RowPlans
+        self, part: int, micro_batch: int, received: Sequence[torch.Tensor], plans: RowPlans, backward_plans: RowPlans
     ) -> list[torch.Tensor]:
         rows = self.rows[micro_batch]
 
         def run(decoder: Decoder) -> list[torch.Tensor]:
-            inputs = [(tokens,) for tokens, _, _ in rows] if self.first else [(x,) for x in received]
+            segments = decoder.parts[part]
+            inputs = [(tokens,) for tokens, _, _ in rows] if segments[0].embed is not None else [(x,) for x in received]
             rotaries = [decoder.rotary(positions) for _, _, positions in rows]
             with nullcontext() if self.offload is None else self.offload.keeping():
-                states = forward_segments(list(decoder.segments), inputs, rotaries, plans, self.attention,
-                                          backward_plans, self.reads[micro_batch])
-            return [self.loss(decoder, states, [labels for _, labels, _ in rows])] if self.last else states
+                states = forward_segments(segments, inputs, rotaries, plans, self.attention, backward_plans,
+                                          self.reads[micro_batch])
+            if segments[-1].norm is None or self.gradients is not None:
+                return states
+            return [self.loss(_joined(states), decoder.head_weight, _joined([labels for _, labels, _ in rows]))]
 
         return self.decoder(run)
 
-    def loss(self, decoder: Decoder, states: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return this micro-batch's contribution to the mean loss over all labels of all ranks."""
-        hidden, targets = (rows[0] if len(rows) == 1 else torch.cat(list(rows)) for rows in (states, labels))
-        total, _ = chunked_cross_entropy(hidden, decoder.head_weight, targets, self.loss_chunk_tokens, self.compiled)
+    def loss(self, hidden: torch.Tensor, head_weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return some tokens' contribution to the mean loss over all labels of all ranks."""
+        total, _ = chunked_cross_entropy(hidden, head_weight, labels, self.loss_chunk_tokens, self.compiled)
         self.total += total.detach()
         return total / self.num_labels
 
+    def head(self, micro_batch: int, hidden: torch.Tensor, begin: int) -> torch.Tensor | None:
+        labels = _joined([labels for _, labels, _ in self.rows[micro_batch]])[begin:begin + len(hidden)]
+        trains = torch.is_grad_enabled()
+        hidden, weight = (x.detach().requires_grad_(trains) for x in (hidden, self.decoder.head_weight))
+        loss = self.loss(hidden, weight, labels)
+        if not trains:
+            return None
+        assert self.gradients is not None
+        gradient, of_weight = torch.autograd.grad(loss, (hidden, weight))
+        self.gradients.total(self.decoder.output).add_(
+            of_weight.to_local() if isinstance(of_weight, DTensor) else of_weight)
+        return gradient
+
+    def backward(
+        self, part: int, micro_batch: int, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor] | None,
+        *, last: bool, apart: bool,
+    ) -> None:
+        if not apart:
+            with self.accumulate(last):
+                torch.autograd.backward(outputs, gradients)
+            return
+        assert self.gradients is not None
+        with self.accumulate(last=False), self.gradients.collecting() as unit:
+            torch.autograd.backward(outputs, gradients)
+        self.units[part, micro_batch] = unit
+
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         return accumulating(self.decoder, last=last)
+
+    def weigh(self, part: int, micro_batch: int, segment: int, *, last: bool) -> None:
+        unit = self.units[part, micro_batch]
+        unit.run(self.decoder.parts[part][segment], last)
+        if not unit.pairs:
+            self.units.pop((part, micro_batch))
+
+    def finish(self, *, apart: bool) -> None:
+        assert self.gradients is not None
+        if apart:
+            self.gradients.deliver()
+        self.gradients.release_head()
+
+
+def _joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    return rows[0] if len(rows) == 1 else torch.cat(list(rows))

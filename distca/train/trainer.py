@@ -48,9 +48,11 @@ from distca.train.model.huggingface import config_of
 from distca.train.model.parallel import clip_grad_norm
 from distca.train.model.segment_runs import Offload, run_segments
 from distca.train.model.shape import DecoderShape, decoder_shape
+from distca.train.model.weight_gradients import WeightGradients
 from distca.train.run_log import FolderLock, StepRecord, open_log_folder
 from distca.train.settings import Settings
 from distca.train.settings.preflight import compiles, device_for, dtype_for
+from distca.train.settings.schedule import pipeline_ticks
 from distca.validation import write_own
 
 LOG = logging.getLogger("distca")
@@ -107,7 +109,9 @@ class Trainer:
         shape = decoder_shape(settings.model, corpus.vocab or 1)
         self.recorder = Recorder(device)
         self.peak_flops = peak_of(device, dtype)
-        shared = groups.servers if settings.attention.mode == "disaggregated" else self.mesh["data"].get_group()
+        ticks = pipeline_ticks(settings, shape.model, shape.tied)
+        is_shared = settings.attention.mode == "disaggregated" and ticks.same_phase
+        shared = groups.servers if is_shared else self.mesh["data"].get_group()
         self.attention = CoreAttention(shared, kernel=settings.attention.kernel, state=settings.attention.state,
                                        transport=transport_between(shared, settings), recorder=self.recorder)
         agree = Agreement(settings, self.trainers)
@@ -115,20 +119,21 @@ class Trainer:
         def batches(corpus: Corpus, trains: bool = True) -> Batches:
             loader = Loader(corpus, settings, rank=self.mesh["data"].get_local_rank(), world=self.num_data,
                             model=shape.model)
-            return Batches(loader, topology=self.attention.topology, agree=agree, trains=trains)
+            return Batches(loader, ticks, topology=self.attention.topology, agree=agree, trains=trains)
 
         self.batches = batches(corpus)
         self.speeds = ServerSpeeds(self.pool, self.trainers) if settings.attention.adapt else None
         self.evaluation = (Evaluation(batches(held_out, trains=False))
                            if held_out is not None and settings.eval.every else None)
-        self.decoder = build_decoder(settings, shape, dtype, device, self.mesh)
+        self.decoder = build_decoder(settings, shape, dtype, device, self.mesh, self.pool)
         compile, host_bytes = compiles(settings, device), int(settings.model.offload * 1e9)
         offload = Offload(device, host_bytes) if host_bytes else None
         run_segments(self.decoder, compile=compile, tile_tokens=settings.model.tile_tokens, offload=offload)
         self.optimizer = build_optimizer(self.decoder, settings)
         self.work = StageWork(self.decoder, self.attention, tensor=settings.parallel.tensor, dtype=dtype, device=device,
                               loss_chunk_tokens=settings.optimizer.loss_chunk_tokens, compiled=compile,
-                              offload=offload)
+                              offload=offload,
+                              gradients=WeightGradients(self.decoder) if ticks.spreads_head else None)
         timeout = timedelta(seconds=settings.run.timeout_seconds)
         self.neighbours = connect(self.mesh["pipeline"], timeout)
         set_timeouts(timeout)
@@ -258,8 +263,7 @@ class Trainer:
         return flops / (self.peak_flops * self.world * seconds)
 
     def update(self) -> float:
-        norm = clip_grad_norm(self.decoder.parameters(), self.settings.optimizer.clip_norm,
-                              self.mesh["pipeline"].get_group())
+        norm = clip_grad_norm(self.decoder.parameters(), self.settings.optimizer.clip_norm, self.mesh.get_all_groups())
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm)

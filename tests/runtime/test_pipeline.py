@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from distca.baselines import at_home_step, per_document_cp_step
 from distca.kernels import dense_attention
 from distca.planning.choose import distinct_calls, plan_step
-from distca.planning.orders import same_phase_ticks
+from distca.planning.orders import order_named, same_phase_ticks
 from distca.planning.plan import Plan
-from distca.planning.schedule import IDLE
+from distca.planning.schedule import IDLE, Ticks
 from distca.planning.step import StepPlan
 from distca.runtime.attention import CoreAttention
 from distca.runtime.dedicated import serve_until_stopped, stop_servers
@@ -33,6 +33,7 @@ from distca.train.model.build import stage_of
 from distca.train.model.decoder import Decoder, Segment
 from distca.train.model.loss import chunked_cross_entropy
 from distca.train.model.shape import DecoderShape
+from distca.train.model.weight_gradients import WeightGradients
 from tests.support.attention import gradient
 from tests.support.batches import batch_of, document_columns
 from tests.support.decoders import hidden_of
@@ -41,12 +42,13 @@ from tests.support.plans import random_lengths, scattered_plan
 SHAPE = DecoderShape(ModelShape("small", 1, 16, 4, 2, 4, 24, 31))
 CPU = torch.device("cpu")
 CHUNK = 7                                                        # tokens of the loss
-PLANNINGS = ("balanced", "scattered", "home", "per_document_cp")  # the last two with 1F1B, among a stage's data ranks
+LOCAL = ("home", "per_document_cp", "within_stages")             # with 1F1B, among a stage's data ranks
+PLANNINGS = ("balanced", "scattered", *LOCAL)
 
 
 @dataclass(frozen=True)
 class Step:
-    """What all ranks run together: layers of each stage, lengths of the documents, and who attends."""
+    """What all ranks run together: layers of each part, lengths of the documents, and who attends."""
 
     layers: tuple[int, ...]
     num_data: int
@@ -57,10 +59,17 @@ class Step:
     num_dedicated: int = 0
     num_steps: int = 1
     recompute: bool = False
+    chunks: int = 0                                              # parts a stage of an interleaved order; 0: same phase
+    tied: bool = False
 
     @property
     def num_stages(self) -> int:
-        return len(self.layers)
+        return len(self.layers) // max(1, self.chunks)
+
+    @property
+    def ticks(self) -> Ticks:
+        order = f"interleaved_{self.chunks}" if self.chunks else "1f1b" if self.planning in LOCAL else "same_phase"
+        return order_named(order, self.num_stages, len(self.documents))
 
     @property
     def num_ranks(self) -> int:
@@ -76,7 +85,8 @@ class Step:
 
     def decoder(self) -> Decoder:
         """The same wherever it is made, with weights large enough for attention to be anything but uniform."""
-        whole = Decoder(replace(SHAPE, model=self.model), generator=torch.Generator().manual_seed(3)).double()
+        shape = replace(SHAPE, model=self.model, tied=self.tied)
+        whole = Decoder(shape, generator=torch.Generator().manual_seed(3)).double()
         for segment in whole.segments:
             assert isinstance(segment, Segment)
             segment.recompute = "full" if self.recompute else "none"
@@ -94,13 +104,29 @@ class Step:
             return per_document_cp_step(lengths, self.model, **options)
         num_servers = self.num_ranks + self.num_dedicated
         plan = plan_step(lengths, self.model, **options, ping_pong=self.ping_pong, placement=self.placement,
-                         speed=np.ones(num_servers))
-        if self.planning == "balanced":
+                         speed=np.ones(num_servers), ticks=self.ticks)
+        if self.planning != "scattered":
             return plan
         seeds = count()
         calls, number = distinct_calls(plan.ticks, plan.micro_batches, self.layers, phases_differ=False)
         return replace(plan, calls=number, plans=tuple(
             scattered_plan(next(seeds), call.layout, num_servers, self.model) for call in calls))
+
+
+class Unsharded(WeightGradients):
+    """Weight gradients of a stage that is not sharded: they are added where autograd adds its own."""
+
+    def total(self, module: torch.nn.Module) -> torch.Tensor:
+        weight = module.weight
+        assert isinstance(weight, torch.nn.Parameter)
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        return weight.grad
+
+    def deliver(self) -> None:
+        assert self._unit is None
+
+    gather_head = release_head = deliver
 
 
 class Work(StageWork):
@@ -111,12 +137,18 @@ class Work(StageWork):
         self.losses: defaultdict[int, float] = defaultdict(float)
         self.finals: list[bool] = []
 
-    def forward(self, micro_batch: int, received: Sequence[torch.Tensor], plans: Sequence[Sequence[Plan]],
+    def forward(self, part: int, micro_batch: int, received: Sequence[torch.Tensor], plans: Sequence[Sequence[Plan]],
                 backward_plans: Sequence[Sequence[Plan]]) -> list[torch.Tensor]:
-        outputs = super().forward(micro_batch, received, plans, backward_plans)
-        if self.last:
+        outputs = super().forward(part, micro_batch, received, plans, backward_plans)
+        if self.decoder.parts[part][-1].norm is not None and self.gradients is None:
             self.losses[micro_batch] += outputs[0].item()
         return outputs
+
+    def head(self, micro_batch: int, hidden: torch.Tensor, begin: int) -> torch.Tensor | None:
+        before = float(self.total)
+        gradient = super().head(micro_batch, hidden, begin)
+        self.losses[micro_batch] += (float(self.total) - before) / self.num_labels
+        return gradient
 
     def accumulate(self, last: bool) -> nullcontext[None]:
         self.finals.append(last)
@@ -128,7 +160,7 @@ def on_fake_ranks(step: Step, make: type[Work] = Work, recorders: list[Recorder]
     """Every training rank's work after the step's ticks, [stage][data]."""
     plan = step.plan()
     world = LoopbackWorld(step.num_ranks + step.num_dedicated, timeout_seconds)
-    stages = [LoopbackWorld(step.num_data, timeout_seconds) for _ in step.layers]
+    stages = [LoopbackWorld(step.num_data, timeout_seconds) for _ in range(step.num_stages)]
 
     def body(transport: LoopbackTransport) -> Any:
         if transport.rank >= step.num_ranks:
@@ -137,8 +169,10 @@ def on_fake_ranks(step: Step, make: type[Work] = Work, recorders: list[Recorder]
         attention = CoreAttention(
             transport=transport if plan.is_shared else LoopbackTransport(stages[stage], data),
             recorder=None if recorders is None else recorders[transport.rank])
-        part = stage_of(step.decoder(), stage, step.layers)
-        work = make(part, attention, tensor=1, dtype=torch.float64, device=CPU, loss_chunk_tokens=CHUNK)
+        ticks = plan.ticks
+        part = stage_of(step.decoder(), stage, step.layers, ticks.stage_of, ticks.spreads_head)
+        work = make(part, attention, tensor=1, dtype=torch.float64, device=CPU, loss_chunk_tokens=CHUNK,
+                    gradients=Unsharded(part) if ticks.spreads_head else None)
         neighbours = LoopbackPointToPoint(world, range(data, step.num_ranks, step.num_data), stage)
         for _ in range(step.num_steps):
             work.begin(batch_of(plan, data, SHAPE.model.vocab))
@@ -166,30 +200,38 @@ def in_one_process(step: Step) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 def check(step: Step, works: list[list[Work]]) -> None:
     losses, gradients = in_one_process(step)
+    everyone = [work for stage in works for work in stage]
     for number, loss in enumerate(losses):
-        assert sum(work.losses[number] for work in works[-1]) == pytest.approx(step.num_steps * loss, abs=1e-10)
-    assert sum(float(work.total) for work in works[-1]) / step.num_labels == pytest.approx(sum(losses), abs=1e-10)
-    assert sorted(gradients) == sorted(name for stage in works for name, _ in stage[0].decoder.named_parameters())
-    for stage in works:
-        for name, _ in stage[0].decoder.named_parameters():
-            added = torch.stack([gradient(work.decoder.get_parameter(name)) for work in stage]).sum(0)
-            torch.testing.assert_close(added, step.num_steps * gradients[name], rtol=1e-10, atol=1e-10)
-        finals = [*[False] * (len(step.documents) - 1), True] * step.num_steps
-        assert all(work.finals == finals for work in stage)
+        assert sum(work.losses[number] for work in everyone) == pytest.approx(step.num_steps * loss, abs=1e-10)
+    assert sum(float(work.total) for work in everyone) / step.num_labels == pytest.approx(sum(losses), abs=1e-10)
+    held: defaultdict[str, list[torch.Tensor]] = defaultdict(list)  # a head on all stages is held by all of them
+    for work in everyone:
+        for name, parameter in work.decoder.named_parameters():
+            held[name].append(gradient(parameter))
+    assert sorted(held) == sorted(gradients)
+    for name, parts in held.items():
+        torch.testing.assert_close(torch.stack(parts).sum(0), step.num_steps * gradients[name], rtol=1e-10, atol=1e-10)
+    num_units = len(step.documents) * max(1, step.chunks)
+    finals = [*[False] * (num_units - 1), not step.plan().ticks.splits] * step.num_steps
+    assert all(work.finals == finals for work in everyone)
 
 
 @st.composite
 def steps(draw: st.DrawFn) -> Step:
-    layers = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
-    num_data = draw(st.integers(1, 4 if len(layers) == 1 else 2))
-    num_micro_batches = draw(st.integers(1, 2 * len(layers) + 1))
+    num_stages = draw(st.integers(1, 4))
+    planning = draw(st.sampled_from(PLANNINGS))
+    chunks = 0 if planning in LOCAL or num_stages == 1 else draw(st.integers(0, 3))
+    num_parts = num_stages * max(1, chunks)
+    layers = tuple(draw(st.lists(st.integers(1, 3 - (chunks > 1)), min_size=num_parts, max_size=num_parts)))
+    num_data = draw(st.integers(1, 4 if num_stages == 1 else 2))
+    num_micro_batches = draw(st.integers(1, 2 * num_stages + 1))
     num_tokens = st.sampled_from([2, 10, 20, 140])               # 140: longer than what balancing leaves whole
     documents = tuple(tuple(random_lengths(draw(st.integers(0, 2**32)), num_data * draw(num_tokens)).tolist())
                       for _ in range(num_micro_batches))
-    planning = draw(st.sampled_from(PLANNINGS))
-    num_dedicated = 0 if planning in PLANNINGS[2:] else draw(st.integers(0, 2))
+    num_dedicated = 0 if planning in LOCAL else draw(st.integers(0, 2))
     return Step(layers, num_data, documents, draw(st.booleans()), draw(st.sampled_from(["given", "balanced"])),
-                planning, num_dedicated, recompute=draw(st.booleans()))
+                planning, num_dedicated, recompute=draw(st.booleans()), chunks=chunks,
+                tied=chunks > 0 and draw(st.booleans()))
 
 
 FEW_LAYERS_FIRST = Step((1, 3, 2), 2, ((150, 1, 9, 20), (40, 7, 9)), True, "balanced", "scattered", 1)
@@ -203,6 +245,10 @@ ONE_DOCUMENT = Step((2,), 4, ((560,),))                          # pong reads ke
 @example(DEEP)
 @example(replace(DEEP, planning="home"))
 @example(replace(DEEP, planning="per_document_cp"))
+@example(replace(DEEP, planning="within_stages", num_data=2, documents=((340, 60), (200, 100, 100), (3, 397))))
+@example(replace(DEEP, chunks=2, num_steps=2))
+@example(replace(DEEP, chunks=2, recompute=True, tied=True, planning="scattered", num_dedicated=1))
+@example(replace(DEEP, layers=(1, 2, 1, 2, 1, 1, 2, 1), chunks=4, tied=True, placement="balanced"))
 @example(Step((1, 1), 2, ((3, 1),), planning="home"))            # one micro-batch: no tick mixes phases
 @example(Step((1, 2), 1, ((30, 1, 1),) * 2, num_steps=3))
 @example(ONE_DOCUMENT)
@@ -245,7 +291,7 @@ class Watched(Work):
         self.passed: dict[int, list[weakref.ref[torch.Tensor]]] = {}
         self.most_saved, self.most_passed = 0, 0
 
-    def forward(self, micro_batch: int, received: Sequence[torch.Tensor], plans: Sequence[Sequence[Plan]],
+    def forward(self, part: int, micro_batch: int, received: Sequence[torch.Tensor], plans: Sequence[Sequence[Plan]],
                 backward_plans: Sequence[Sequence[Plan]]) -> list[torch.Tensor]:
         def keep(tensor: torch.Tensor) -> Box:
             box = Box(tensor)
@@ -255,7 +301,7 @@ class Watched(Work):
             return box
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda box: box.tensor):
-            outputs = super().forward(micro_batch, received, plans, backward_plans)
+            outputs = super().forward(part, micro_batch, received, plans, backward_plans)
         self.passed[micro_batch] = [weakref.ref(tensor) for tensor in (*received, *outputs)]
         alive = [any(tensor() is not None for tensor in tensors) for tensors in self.passed.values()]
         self.most_passed = max(self.most_passed, sum(alive))
@@ -302,15 +348,15 @@ def test_a_trace_shows_every_tick_and_what_bubbles_served() -> None:
 
 def test_a_stage_that_fails_ends_all_of_them() -> None:
     class Failing(Work):
-        def forward(self, micro_batch: int, received: Sequence[torch.Tensor], plans: Sequence[Sequence[Plan]],
-                    backward_plans: Sequence[Sequence[Plan]]) -> list[torch.Tensor]:
-            if self.last and micro_batch == 1:
+        def loss(self, hidden: torch.Tensor, head_weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            if self.losses:
                 raise ArithmeticError("the head fell off")
-            return super().forward(micro_batch, received, plans, backward_plans)
+            return super().loss(hidden, head_weight, labels)
 
-    for planning in ("balanced", "home"):
+    for planning, chunks in (("balanced", 0), ("home", 0), ("balanced", 1)):
         with pytest.raises(ArithmeticError, match="the head fell off"):  # and not when others' waits end: a test's do
-            on_fake_ranks(Step((1, 1, 1), 1, ((5, 3),) * 4, planning=planning), make=Failing, timeout_seconds=1000.0)
+            on_fake_ranks(Step((1, 1, 1), 1, ((5, 3),) * 4, planning=planning, chunks=chunks), make=Failing,
+                          timeout_seconds=1000.0)
 
 
 def test_ticks_and_plans_that_do_not_fit_are_refused() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -23,6 +22,7 @@ import torch
 from distca.baselines import at_home_step
 from distca.cost.latency_table import analytic_table
 from distca.planning.choose import plan_step
+from distca.planning.orders import order_named
 from distca.planning.plan import Plan, server_work
 from distca.planning.step import StepPlan
 from distca.runtime.attention import Pending, _Finish, _Serve, _Start
@@ -106,38 +106,62 @@ class Computed(torch.autograd.Function):
 
 
 class Stage:
+    """The parts of one rank's stage; a row is as many rows of one number as it has tokens."""
+
     shapes = None
 
-    def __init__(self, notes: list[Note], attention: Attention, step: StepPlan, stage: int) -> None:
-        self.notes, self.attention, self.step = notes, attention, step
-        self.first, self.last = stage == 0, stage == step.num_stages - 1
-        self.num_layers = step.layers[stage]
+    def __init__(self, notes: list[Note], attention: Attention, step: StepPlan, stage: int, data: int) -> None:
+        self.notes, self.attention, self.step, self.data = notes, attention, step, data
+        self.last = len(step.layers) - 1
+        self.turn: Counter[int] = Counter()
+
+    def num_layers(self, part: int) -> int:
+        return self.step.layers[part]
 
     def activations(self, micro_batch: int) -> list[torch.Size]:
         return [torch.Size((1,))] * self.step.num_nano_batches
 
+    def hidden(self, micro_batch: int) -> list[torch.Size]:
+        return [torch.Size((int(layout.tokens_per_rank()[self.data]), 1))
+                for layout in self.step.micro_batches[micro_batch].layouts]
+
     def empty(self) -> torch.Tensor:
         return torch.zeros(1)
 
-    def accumulate(self, last: bool) -> nullcontext[None]:
-        return nullcontext()
+    def backward(self, part: int, micro_batch: int, outputs: list[torch.Tensor], gradients: list[torch.Tensor] | None,
+                 *, last: bool, apart: bool) -> None:
+        torch.autograd.backward(outputs, gradients)
 
-    def forward(self, micro_batch: int, received: list[torch.Tensor], plans: tuple[tuple[Plan, ...], ...],
+    def weigh(self, part: int, micro_batch: int, segment: int, *, last: bool) -> None:
+        kind = "first" if segment == 0 else "last" if segment == self.step.layers[part] else "middle"
+        for row in range(self.step.num_nano_batches):
+            self.notes.append(Note("linear", (kind, micro_batch, row, "weights")))
+
+    def finish(self, *, apart: bool) -> None:
+        pass
+
+    def head(self, micro_batch: int, hidden: torch.Tensor, begin: int) -> torch.Tensor:
+        self.notes.append(Note("linear", ("spread", micro_batch, 0, "head")))
+        return torch.zeros_like(hidden)
+
+    def forward(self, part: int, micro_batch: int, received: list[torch.Tensor], plans: tuple[tuple[Plan, ...], ...],
                 backward_plans: tuple[tuple[Plan, ...], ...]) -> list[torch.Tensor]:
         rows = range(self.step.num_nano_batches)
-        inputs = [(row, torch.zeros(1, requires_grad=True) if self.first else received[row]) for row in rows]
+        inputs = [(row, torch.zeros(1, requires_grad=True) if part == 0 else received[row]) for row in rows]
 
         def segment(kind: str, num_outputs: int) -> Callable[..., Any]:
             return lambda x, *rest: Computed.apply(self.notes, (kind, micro_batch, self.row()), num_outputs, x,
                                                    *(one for one in rest if isinstance(one, torch.Tensor)))
 
-        segments = [segment("first", 4), *[segment("middle", 4)] * (self.num_layers - 1), segment("last", 1)]
-        self.turn: Counter[int] = Counter()
+        segments = [segment("first", 4), *[segment("middle", 4)] * (self.step.layers[part] - 1), segment("last", 1)]
+        self.turn = Counter()
         states = forward_segments([self.numbered(at, one) for at, one in enumerate(segments)],
                                   [(x,) for _, x in inputs], [None for _ in rows], plans, cast(Any, self.attention),
                                   backward_plans)
-        if not self.last:
+        if part < self.last:
             return states
+        if self.step.ticks.spreads_head:
+            return [state.expand(shape) for state, shape in zip(states, self.hidden(micro_batch), strict=True)]
         losses = [Computed.apply(self.notes, ("head", micro_batch, row), 1, x) for row, x in enumerate(states)]
         return [torch.stack(losses).sum()]
 
@@ -151,12 +175,12 @@ class Stage:
 
 
 class Handle:
-    def __init__(self, notes: list[Note], what: str, about: tuple[int, int, int]) -> None:
-        self.notes, self.note = notes, Note(what, about)
+    def __init__(self, notes: list[Note], what: str, about: tuple[int, int, int], tensor: torch.Tensor) -> None:
+        self.notes, self.note, self.tensor = notes, Note(what, about), tensor
 
     def wait(self) -> torch.Tensor:
         self.notes.append(self.note)
-        return torch.zeros(1)
+        return self.tensor
 
 
 class Neighbours:
@@ -165,16 +189,16 @@ class Neighbours:
         self.counts: Counter[tuple[int, int]] = Counter()
 
     def send(self, tensor: torch.Tensor, stage: int) -> Handle:
-        return self._passed("send", "sent", (self.stage, stage))
+        return self._passed("send", "sent", (self.stage, stage), tensor)
 
     def receive(self, shape: torch.Size, like: torch.Tensor, stage: int) -> Handle:
-        return self._passed("post", "received", (stage, self.stage))
+        return self._passed("post", "received", (stage, self.stage), torch.zeros(shape))
 
-    def _passed(self, now: str, later: str, way: tuple[int, int]) -> Handle:
+    def _passed(self, now: str, later: str, way: tuple[int, int], tensor: torch.Tensor) -> Handle:
         message = (*way, self.counts[way])
         self.counts[way] += 1
         self.notes.append(Note(now, message))
-        return Handle(self.notes, later, message)
+        return Handle(self.notes, later, message, tensor)
 
 
 def noted(step: StepPlan) -> list[list[Note]]:
@@ -184,10 +208,26 @@ def noted(step: StepPlan) -> list[list[Note]]:
         notes: list[Note] = []
         stage = rank // step.num_data
         attention = Attention(notes)
-        parts: tuple[Any, ...] = (Stage(notes, attention, step, stage), attention,
+        parts: tuple[Any, ...] = (Stage(notes, attention, step, stage, rank % step.num_data), attention,
                                   Neighbours(notes, stage, step.num_stages))
         Pipeline(*parts).step(step.ticks, step.plans_of(stage))
         found.append(notes)
+    return found
+
+
+Computing = tuple[float, float, str]  # start, stop, lane
+
+
+def joined(spans: list[Computing]) -> list[tuple[float, float]]:
+    """In order, attention by itself, and linear work without gaps as one: pieces of a weight unit may be any."""
+    found: list[tuple[float, float]] = []
+    before = ""
+    for start, stop, lane in sorted(spans):
+        if lane == before == "linear" and start <= found[-1][1] * (1 + 1e-12):
+            found[-1] = found[-1][0], stop
+        else:
+            found.append((start, stop))
+        before = lane
     return found
 
 
@@ -199,17 +239,22 @@ class Timed:
 
     def __init__(self, step: StepPlan, costs: Costs, notes: list[list[Note]]) -> None:
         self.step, self.costs, self.notes = step, costs, notes
-        self.linear = {}
+        self.linear: dict[tuple[Any, ...], np.ndarray] = {}
         for number, micro_batch in enumerate(step.micro_batches):
             for row, layout in enumerate(micro_batch.layouts):
                 tokens = layout.tokens_per_rank().astype(float)
-                for backward in (False, True):
-                    before, behind = costs.segment_seconds(tokens, backward)
+                splits = step.ticks.splits
+                for backward in (False, True, "weights"):
+                    before, behind = costs.segment_seconds(tokens, bool(backward),
+                                                           backward == "weights" if splits else None)
                     for kind, seconds in (("first", before), ("middle", before + behind), ("last", behind),
-                                          ("head", costs.head_seconds(tokens, backward))):
+                                          ("head", costs.head_seconds(tokens, bool(backward)))):
                         self.linear[kind, number, row, backward] = seconds
+            tokens = np.sum([layout.tokens_per_rank() for layout in micro_batch.layouts], axis=0) / step.num_stages
+            both = [costs.head_seconds(tokens, backward) for backward in (False, True)]
+            self.linear["spread", number, 0, "head"] = both[0] + both[1]
         self.ends: list[list[float]] = [[] for _ in notes]       # [ranks][notes]
-        self.spans: list[list[tuple[float, float]]] = [[] for _ in notes]  # [ranks] (start, stop) of what computes
+        self.spans: list[list[Computing]] = [[] for _ in notes]  # [ranks] of what computes
         self.done: dict[tuple[Any, Any, int], float] = {}        # (what, about, nth or message) -> end
 
     def run(self) -> Timed:
@@ -251,7 +296,7 @@ class Timed:
         start = max([now, *(self.done[need] for need in needs)])
         self.ends[rank].append(start + seconds)
         if seconds > 0:
-            self.spans[rank].append((start, start + seconds))
+            self.spans[rank].append((start, start + seconds, "linear" if what == "linear" else "attention"))
         if key is not None:
             counts[what] += 1
             self.done[key] = start + seconds
@@ -270,13 +315,18 @@ class Timed:
 
 @st.composite
 def steps(draw: st.DrawFn) -> StepPlan:
-    layers = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    num_stages, chunks = draw(st.integers(1, 3)), draw(st.integers(0, 3))
+    layers = draw(st.lists(st.integers(1, 3), min_size=num_stages, max_size=num_stages))
     num_data, tokens = draw(st.integers(1, 3)), draw(st.sampled_from([128, 600]))
     documents = [random_lengths(draw(st.integers(0, 2**32)), num_data * tokens) for _ in range(draw(st.integers(1, 4)))]
     if draw(st.integers(0, 3)) == 0:
         return at_home_step(documents, MODEL, num_data=num_data, layers=layers)
-    return plan_step(documents, MODEL, num_data=num_data, layers=layers, ping_pong=draw(st.booleans()),
-                     placement=draw(st.sampled_from(["given", "balanced"])),
+    order = f"interleaved_{chunks}" if chunks and num_stages > 1 else "same_phase"
+    ticks = order_named(order, num_stages, len(documents))
+    if order != "same_phase":
+        layers = [draw(st.integers(1, 2))] * ticks.num_parts
+    return plan_step(documents, MODEL, num_data=num_data, layers=layers, ticks=ticks,
+                     ping_pong=draw(st.booleans()), placement=draw(st.sampled_from(["given", "balanced"])),
                      tolerance=draw(st.sampled_from([0.0, 0.05, 0.5])),
                      cost=draw(st.sampled_from([None, COSTS.attention])))
 
@@ -293,8 +343,9 @@ def test_spans_are_those_of_the_runtimes_own_order(step: StepPlan) -> None:
     timed = Timed(step, COSTS, noted(step)).run()
     found = execute(step, COSTS, record=True)
     for trace, spans in zip(found.traces, timed.spans, strict=True):
-        computed = [(span.start_seconds, span.stop_seconds) for span in trace.spans
+        computed = [(span.start_seconds, span.stop_seconds, span.lane) for span in trace.spans
                     if span.lane in ("linear", "attention")]
-        np.testing.assert_allclose(sorted(computed), sorted(spans), rtol=1e-9, atol=1e-12)
-    optimizer = COSTS.optimizer_seconds(step.layers, step.num_data).max()
+        np.testing.assert_allclose(joined(computed), joined(spans), rtol=1e-9, atol=1e-12)
+    of_stages = np.bincount(step.ticks.stage_of, weights=step.layers)
+    optimizer = COSTS.optimizer_seconds(of_stages, step.num_data).max()
     assert found.seconds == pytest.approx(max(ends[-1] for ends in timed.ends) + optimizer)

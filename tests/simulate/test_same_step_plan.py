@@ -43,21 +43,25 @@ def differing(one: Any, other: Any, path: str = "step") -> list[str]:
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 100), num_data=st.sampled_from((1, 2, 4)), tp=st.sampled_from((1, 2, 8)),
        pp=st.sampled_from((1, 1, 2, 3)), context=st.sampled_from((8192, 32_768)), ping_pong=st.booleans(),
-       tolerance=st.sampled_from((0.0, 0.05, 0.3)), name=st.sampled_from(("disaggregated", "distca")))
+       tolerance=st.sampled_from((0.0, 0.05, 0.3)), name=st.sampled_from(("disaggregated", "distca")),
+       nth=st.integers(0, 6))
 def test_a_run_and_its_simulation_have_equal_step_plans(seed: int, num_data: int, tp: int, pp: int, context: int,
-                                                        ping_pong: bool, tolerance: float, name: str) -> None:
-    model, cluster = MODELS["llama3-8b"], cluster_named("dgx-h200")
+                                                        ping_pong: bool, tolerance: float, name: str,
+                                                        nth: int) -> None:
+    model, cluster = MODELS["llama3-8b"], replace(cluster_named("dgx-h200"), memory_bytes=1e15)
     where = setting(model, cluster, gpus=num_data * tp * pp, context=context, tp=tp, pp=pp, sequences=4 * pp,
                     micro_batches=2 * pp)
     batch = StepDocuments(tuple(batch_sequences(Source("prolong"), context, where.num_sequences, (seed,))))
-    choice = STRATEGIES[name].choices(where, tolerance)[0]
+    choices = STRATEGIES[name].choices(where, tolerance)
+    choice = choices[nth % len(choices)]
     assert isinstance(choice, PoolChoice) and choice.tolerance == tolerance
     simulated = replace(choice, ping_pong=ping_pong).step_plan(
         where, Costs.of(model, cluster, tp, shipped_table("h200")), batch)
     run = load_settings(None, {
         "model.name": model.name, "parallel.tensor": str(tp), "parallel.pipeline": str(pp),
         "batch.ping_pong": str(ping_pong).lower(), "attention.placement": choice.placement,
-        "attention.tolerance": str(tolerance), "attention.cost": "h200"})
+        "attention.tolerance": str(tolerance), "attention.cost": "h200", "batch.micro_batches": str(2 * pp),
+        "parallel.schedule": choice.order})
     topology = Topology.of_cluster(cluster, num_data * pp, tp)
     trained = step_plan(batch.micro_batches(where), run, model, where.num_data, attention_time(run, model), topology)
     assert differing(trained, simulated) == []

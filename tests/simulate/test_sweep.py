@@ -164,7 +164,7 @@ def test_leaving_choices_out_changes_no_best(monkeypatch: pytest.MonkeyPatch) ->
     for name in question.strategies:
         for choice in STRATEGIES[name].choices(where, 0.05):
             plan = choice.step_plan(where, costs, batch)
-            assert plan is not None and choice.floor(where, costs) <= execute(plan, costs).seconds
+            assert plan is not None and choice.floor(where, costs, batch) <= execute(plan, costs).seconds
     pruned = compare(question)
     assert any(isinstance(figures, float) for figures in batch_figures(question, 0).values())
     monkeypatch.setattr(GroupChoice, "floor", lambda *_: 0.0)

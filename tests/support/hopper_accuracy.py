@@ -22,21 +22,22 @@ def random_inputs(
 
 
 def attend(
-    kernel: Kernel, tensors: list[torch.Tensor], rows: TaskRows, window: int | None = None, scale: float | None = None
+    kernel: Kernel, tensors: list[torch.Tensor], rows: TaskRows, window: int | None = None, scale: float | None = None,
+    softcap: float | None = None,
 ) -> list[torch.Tensor]:
     """out, lse, dq, dk, dv."""
     q, k, v, dout = tensors
-    prepared = kernel.prepare(rows, q.device, Scores(window=window))
+    prepared = kernel.prepare(rows, q.device, Scores(window=window, softcap=softcap))
     out, lse = kernel.forward(q, k, v, prepared, scale)
     return [out, lse, *kernel.backward(BackwardInputs(dout, q, k, v, out, lse), prepared, scale)]
 
 
 def assert_exact(
     actual: list[torch.Tensor], tensors: list[torch.Tensor], rows: TaskRows, window: int | None = None,
-    scale: float | None = None,
+    scale: float | None = None, softcap: float | None = None,
 ) -> None:
     q, k, v, dout = tensors
-    check_attention(actual, q, k, v, dout, rows, window=window, scale=scale)
+    check_attention(actual, q, k, v, dout, rows, window=window, scale=scale, softcap=softcap)
 
 
 def random_rows(seed: int, num_rows: int, num_q: int, num_k: int, apart: bool) -> TaskRows:

@@ -32,29 +32,34 @@ from distca.train.model.decoder import Decoder
 from distca.train.model.loss import chunked_cross_entropy
 from distca.train.model.parallel import parallelize
 from distca.train.model.shape import DecoderShape
+from distca.train.model.weight_gradients import WeightGradients
 from distca.train.settings import Settings
+from distca.train.settings.schedule import pipeline_ticks
 from tests.support.attention import gradient
 from tests.support.batches import batch_of, document_columns
 from tests.support.decoders import hidden_of
 from tests.support.plans import random_lengths
 from tests.support.processes import run_processes
 
-SHAPE = DecoderShape(ModelShape("small", 5, 24, 4, 2, 8, 40, 61))  # 5: no number of stages here divides the layers
+SHAPE = DecoderShape(ModelShape("small", 11, 24, 4, 2, 8, 40, 61))  # 11: no number of stages here divides the layers
 TOKENS = 288                                                     # of a data rank in a micro-batch
 PATIENT: dict[str, Any] = {"timeout_seconds": 120.0, "deadline_seconds": 280.0}  # for machines that others use too
 MESHES = [(2, 1), (2, 2), (4, 1), (3, 1)]                        # stages × data ranks
+LOCAL = ("home", "per_document_cp")
 TOLERANCES = {"float32": 1e-5, "float64": 1e-10}
 
 
-def settings_for(num_stages: int, mode: str, ping_pong: bool) -> Settings:
-    return Settings().with_values({"parallel.pipeline": num_stages, "attention.mode": mode,
-                                   "batch.ping_pong": ping_pong})
+def settings_for(num_stages: int, way: str, ping_pong: bool, num_micro_batches: int = 1) -> Settings:
+    """`way` is a schedule of the shared pool, or another mode of attention."""
+    how = {"attention.mode": way} if way in LOCAL else {"parallel.schedule": way}
+    return Settings().with_values({"parallel.pipeline": num_stages, "batch.ping_pong": ping_pong,
+                                   "batch.micro_batches": num_micro_batches, **how})
 
 
-def planned(num_stages: int, num_data: int, num_micro_batches: int, mode: str, ping_pong: bool) -> StepPlan:
+def planned(num_stages: int, num_data: int, num_micro_batches: int, way: str, ping_pong: bool) -> StepPlan:
     lengths = [random_lengths(10 * num_micro_batches + number, num_data * TOKENS)
                for number in range(num_micro_batches)]
-    return step_plan(lengths, settings_for(num_stages, mode, ping_pong), SHAPE.model, num_data)
+    return step_plan(lengths, settings_for(num_stages, way, ping_pong, num_micro_batches), SHAPE.model, num_data)
 
 
 def decoder(dtype: torch.dtype) -> Decoder:
@@ -96,13 +101,16 @@ class Rank:
         self.num_stages, self.num_data = num_stages, num_data
         self.stage, self.data = self.mesh["pipeline"].get_local_rank(), self.mesh["data"].get_local_rank()
 
-    def work(self, mode: str, dtype: torch.dtype, *, fsdp: bool = True, recompute: bool = False,
+    def work(self, way: str, dtype: torch.dtype, *, fsdp: bool = True, recompute: bool = False,
              make: type[StageWork] = StageWork) -> StageWork:
-        part = stage_of(decoder(dtype), self.stage,
-                        layers_of_stages(SHAPE.model.num_layers, self.num_stages))
-        parallelize(part, self.mesh, fsdp=fsdp, dtype=dtype, recompute="full" if recompute else "none")
-        attention = CoreAttention(self.pool if mode == "disaggregated" else self.mesh["data"].get_group())
-        return make(part, attention, tensor=1, dtype=dtype, device=torch.device("cpu"), loss_chunk_tokens=50)
+        ticks = pipeline_ticks(settings_for(self.num_stages, way, True, 2), SHAPE.model)
+        part = stage_of(decoder(dtype), self.stage, layers_of_stages(SHAPE.model.num_layers, ticks.num_parts),
+                        ticks.stage_of, ticks.spreads_head)
+        parallelize(part, self.mesh, fsdp=fsdp, dtype=dtype, recompute="full" if recompute else "none",
+                    homes=self.pool if ticks.spreads_head else None)
+        attention = CoreAttention(self.mesh["data"].get_group() if way in (*LOCAL, "1f1b") else self.pool)
+        return make(part, attention, tensor=1, dtype=dtype, device=torch.device("cpu"), loss_chunk_tokens=50,
+                    gradients=WeightGradients(part) if ticks.spreads_head else None)
 
     def step(self, work: StageWork, plan: StepPlan) -> None:
         work.begin(batch_of(plan, self.data, SHAPE.model.vocab))
@@ -113,11 +121,11 @@ def on_ranks(transport: C10dTransport, num_stages: int, num_data: int, cases: li
              folder: str) -> list[tuple[float, dict[str, float]]]:
     """For every case how far this rank is from one process: the loss of all ranks, its stage's gradients by name."""
     rank, works, apart = Rank(num_stages, num_data), {}, []
-    for number, (num_micro_batches, mode, ping_pong, dtype, *options) in enumerate(cases):
-        key = mode, dtype, *options
+    for number, (num_micro_batches, way, ping_pong, dtype, *options) in enumerate(cases):
+        key = way, dtype, *options
         if key not in works:
-            works[key] = rank.work(mode, getattr(torch, dtype), **dict(options))
-        work, plan = works[key], planned(num_stages, num_data, num_micro_batches, mode, ping_pong)
+            works[key] = rank.work(way, getattr(torch, dtype), **dict(options))
+        work, plan = works[key], planned(num_stages, num_data, num_micro_batches, way, ping_pong)
         rank.step(work, plan)
         loss = work.total.clone()
         dist.all_reduce(loss)
@@ -131,8 +139,8 @@ def on_ranks(transport: C10dTransport, num_stages: int, num_data: int, cases: li
 
 def check(num_stages: int, num_data: int, cases: list[tuple[Any, ...]], folder: Path) -> None:
     names: set[str] = set()
-    for number, (num_micro_batches, mode, ping_pong, *_) in enumerate(cases):
-        loss, gradients = in_one_process(planned(num_stages, num_data, num_micro_batches, mode, ping_pong))
+    for number, (num_micro_batches, way, ping_pong, *_) in enumerate(cases):
+        loss, gradients = in_one_process(planned(num_stages, num_data, num_micro_batches, way, ping_pong))
         assert all(grad.abs().max() > 1e-3 for grad in gradients.values())
         torch.save((loss, gradients), folder / str(number))
         names |= gradients.keys()
@@ -150,9 +158,11 @@ def check(num_stages: int, num_data: int, cases: list[tuple[Any, ...]], folder: 
 def test_losses_and_gradients_are_those_of_one_process(num_stages: int, num_data: int, tmp_path: Path) -> None:
     most = 2 * num_stages + 1
     check(num_stages, num_data, [
-        (1, "disaggregated", True, "float64"),
-        (num_stages, "disaggregated", False, "float64"),
-        (most, "disaggregated", True, "float32"),
+        (1, "interleaved_2", True, "float64"),
+        (num_stages, "interleaved_1", False, "float64"),
+        (most, "interleaved_2", True, "float32"),
+        (most, "same_phase", True, "float64"),
+        (num_stages, "1f1b", True, "float64"),
         (1, "home", True, "float32"),
         (most, "home", True, "float64"),
     ], tmp_path)
@@ -162,17 +172,18 @@ def test_losses_and_gradients_are_those_of_one_process(num_stages: int, num_data
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("num_stages", "num_data"), MESHES)
 def test_every_number_of_micro_batches(num_stages: int, num_data: int, tmp_path: Path) -> None:
-    ways = (("disaggregated", True), ("disaggregated", False), ("home", True), ("per_document_cp", False))
+    ways = (("interleaved_2", True), ("interleaved_1", False), ("same_phase", True), ("same_phase", False),
+            ("1f1b", True), ("home", True), ("per_document_cp", False))
     check(num_stages, num_data, [(number, *way, dtype) for dtype in TOLERANCES for way in ways
-                                 for number in range(1, 2 * num_stages + 2)], tmp_path)
+                                 for number in range(1 + (way[0] == "1f1b"), 2 * num_stages + 2)], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_whole_parameters_and_replay_make_no_difference(tmp_path: Path) -> None:
-    check(2, 2, [(number, mode, True, "float64", ("fsdp", fsdp), ("recompute", recompute)) for number in (1, 4)
-                 for mode in ("disaggregated", "home") for fsdp in (True, False) for recompute in (True, False)],
-          tmp_path)
+    check(2, 2, [(number, way, True, "float64", ("fsdp", fsdp), ("recompute", recompute)) for number in (1, 4)
+                 for way in ("interleaved_2", "same_phase", "home") for fsdp in (True, False)
+                 for recompute in (True, False)], tmp_path)
 
 
 class Vanishing(StageWork):
@@ -180,12 +191,12 @@ class Vanishing(StageWork):
 
     how: tuple[str, str]                                         # dies or hangs, in forward or backward
 
-    def forward(self, micro_batch: int, received: Sequence[torch.Tensor], plans: Sequence[Sequence[Plan]],
+    def forward(self, part: int, micro_batch: int, received: Sequence[torch.Tensor], plans: Sequence[Sequence[Plan]],
                 backward_plans: Sequence[Sequence[Plan]]) -> list[torch.Tensor]:
         how, where = self.how
         if micro_batch == 1 and where == "forward":
             self.attention.serve = lambda pending: vanish(how)  # type: ignore[method-assign]
-        outputs = super().forward(micro_batch, received, plans, backward_plans)
+        outputs = super().forward(part, micro_batch, received, plans, backward_plans)
         if micro_batch == 1:
             outputs[0].register_hook(lambda gradient: vanish(how))
         return outputs
@@ -197,45 +208,46 @@ def vanish(how: str) -> None:
     time.sleep(3600)
 
 
-def lose_a_stage(transport: C10dTransport, num_stages: int, mode: str, victim: int, how: tuple[str, str],
+def lose_a_stage(transport: C10dTransport, num_stages: int, way: str, victim: int, how: tuple[str, str],
                  timeout_seconds: float) -> None:
     rank = Rank(num_stages, 1, timeout_seconds)
-    work = rank.work(mode, torch.float32, make=Vanishing if rank.stage == victim else StageWork)
+    work = rank.work(way, torch.float32, make=Vanishing if rank.stage == victim else StageWork)
     if isinstance(work, Vanishing):
         work.how = how
-    plan = planned(num_stages, 1, 3, mode, True)
+    plan = planned(num_stages, 1, 3, way, True)
     rank.step(work, plan)
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("mode", "victim", "how"), [
-    ("disaggregated", 0, ("dies", "backward")),
+@pytest.mark.parametrize(("way", "victim", "how"), [
+    ("interleaved_2", 0, ("dies", "backward")),
     ("home", 2, ("dies", "forward")),
     ("home", 1, ("hangs", "backward")),
-    pytest.param("disaggregated", 1, ("hangs", "forward"), marks=pytest.mark.slow),
-    pytest.param("disaggregated", 2, ("dies", "forward"), marks=pytest.mark.slow),
+    pytest.param("interleaved_1", 1, ("hangs", "forward"), marks=pytest.mark.slow),
+    pytest.param("same_phase", 2, ("dies", "forward"), marks=pytest.mark.slow),
     pytest.param("home", 0, ("dies", "forward"), marks=pytest.mark.slow),
 ])
-def test_a_stage_that_vanishes_ends_the_others(mode: str, victim: int, how: tuple[str, str]) -> None:
+def test_a_stage_that_vanishes_ends_the_others(way: str, victim: int, how: tuple[str, str]) -> None:
     timeout_seconds = 4.0 if how[0] == "hangs" else 60.0
-    outcomes = run_processes(3, lose_a_stage, 3, mode, victim, how, timeout_seconds, timeout_seconds=60.0,
+    outcomes = run_processes(3, lose_a_stage, 3, way, victim, how, timeout_seconds, timeout_seconds=60.0,
                              deadline_seconds=50.0, lost=victim if how[0] == "hangs" else None)
     assert outcomes[victim].exit_code == (17 if how[0] == "dies" else None)
     for stage, outcome in enumerate(outcomes):
         if stage != victim:
             assert outcome.error is not None and outcome.error.startswith("TransportError: "), outcome
             assert "died" in outcome.error and "restart from the last checkpoint" in outcome.error
-            assert (f"stage {stage} of 3" if mode == "home" else f"rank {stage} of 3") in outcome.error
+            assert (f"stage {stage} of 3" if way == "home" else f"rank {stage} of 3") in outcome.error
             assert outcome.seconds < 30.0                        # of starting, stepping and noticing
 
 
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 2**32), st.integers(2, 4), st.integers(1, 2), st.integers(1, 5), st.booleans(),
-       st.sampled_from([0.02, 0.1]))
+       st.sampled_from([0.02, 0.1]), st.sampled_from(["same_phase", "interleaved_1", "interleaved_4"]))
 def test_every_tick_of_a_step_is_level(seed: int, num_stages: int, num_data: int, num_micro_batches: int,
-                                       ping_pong: bool, tolerance: float) -> None:
+                                       ping_pong: bool, tolerance: float, schedule: str) -> None:
     lengths = [random_lengths(seed + number, num_data * 16_384) for number in range(num_micro_batches)]
-    chosen = settings_for(num_stages, "disaggregated", ping_pong).with_values({"attention.tolerance": tolerance})
+    chosen = settings_for(num_stages, schedule, ping_pong, num_micro_batches).with_values(
+        {"attention.tolerance": tolerance})
     plan = step_plan(lengths, chosen, MODELS["llama3-8b"], num_data)
     plan.ticks.validate()
     plans = [of_depth for rows in plan.plans_of(0) for row in rows for of_depth in row]
@@ -244,5 +256,6 @@ def test_every_tick_of_a_step_is_level(seed: int, num_stages: int, num_data: int
     assert max(level, default=1.0) <= 1.0 + tolerance + 1e-9
     if max(documents.max() for documents in lengths) >= 4096:    # long enough to be cut
         assert level and plan.summary().served_in_bubbles > 0.0
-    at_home = step_plan(lengths, settings_for(num_stages, "home", ping_pong), MODELS["llama3-8b"], num_data).summary()
+    local = settings_for(num_stages, "home", ping_pong, num_micro_batches)
+    at_home = step_plan(lengths, local, MODELS["llama3-8b"], num_data).summary()
     assert at_home.served_in_bubbles == 0.0 and plan.summary().work_after <= at_home.work_after + 1e-9

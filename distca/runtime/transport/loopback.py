@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -25,7 +25,7 @@ class LoopbackWorld:
         self.readers: dict[int, int] = {}                        # sequence -> number of ranks that have read it
         self.failed: BaseException | None = None
         self.messages: list[deque[bytes]] = [deque() for _ in range(size)]  # to each rank
-        self.passed: dict[tuple[int, int], deque[torch.Tensor]] = {}    # (from, to) -> tensors in flight
+        self.passed: defaultdict[tuple[int, int], dict[int, torch.Tensor]] = defaultdict(dict)  # (from, to) in flight
 
     def run(self, body: Callable[[LoopbackTransport], Result]) -> list[Result]:
         """Run `body` once per rank, in parallel; the first failure ends every rank and is raised."""
@@ -131,25 +131,27 @@ class LoopbackPointToPoint:
     def __init__(self, world: LoopbackWorld, chain: Sequence[int], stage: int) -> None:
         self.world, self.chain = world, list(chain)
         self.stage, self.num_stages = stage, len(self.chain)
+        self._sent, self._expected = Counter[int](), Counter[int]()  # messages to and from each stage so far
 
     def send(self, tensor: torch.Tensor, stage: int) -> Handle:
         with self.world.changed:
-            self.world.passed.setdefault((self.chain[self.stage], self.chain[stage]), deque()).append(tensor.clone())
+            self.world.passed[self.chain[self.stage], self.chain[stage]][self._sent[stage]] = tensor.clone()
             self.world.changed.notify_all()
+        self._sent[stage] += 1
         return _LoopbackHandle(lambda: tensor)
 
     def receive(self, shape: Sequence[int], like: torch.Tensor, stage: int) -> Handle:
-        return _LoopbackHandle(partial(self._received, tuple(shape), stage))
+        self._expected[stage] += 1
+        return _LoopbackHandle(partial(self._received, tuple(shape), stage, self._expected[stage] - 1))
 
-    def _received(self, shape: tuple[int, ...], stage: int) -> torch.Tensor:
-        world, way = self.world, (self.chain[stage], self.chain[self.stage])
+    def _received(self, shape: tuple[int, ...], stage: int, number: int) -> torch.Tensor:
+        world, passed = self.world, self.world.passed[self.chain[stage], self.chain[self.stage]]
         with world.changed:
-            world.changed.wait_for(lambda: world.failed is not None or world.passed.get(way),
-                                   timeout=world.timeout_seconds)
-            if not world.passed.get(way):
+            world.changed.wait_for(lambda: world.failed is not None or number in passed, timeout=world.timeout_seconds)
+            if number not in passed:
                 reason = world.failed or f"nothing came within {world.timeout_seconds} s"
                 raise TransportError(f"stage {self.stage} of {self.num_stages}: stage {stage} failed: {reason}")
-            tensor = world.passed[way].popleft()
+            tensor = passed.pop(number)
         if tuple(tensor.shape) != shape:
             raise TransportError(f"stage {self.stage}: expected {shape} from stage {stage} and got "
                                  f"{tuple(tensor.shape)}; the stages do not follow the same ticks")

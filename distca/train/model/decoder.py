@@ -12,7 +12,7 @@ out are plain tensors with this rank's heads of all the row's tokens. Under tens
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from math import ceil, floor, log, pi, sqrt
 from typing import Any, TypeVar
 
@@ -23,9 +23,13 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from distca.train.model.recompute import call_with_recompute, pad_tokens
 from distca.train.model.shape import DecoderShape, LinearScaling, Llama3Scaling, YarnScaling
+from distca.train.model.split_linear import Collector, Linear, Probes
 
 Rotary = tuple[torch.Tensor, torch.Tensor]                       # cos, sin [tokens, dim], float32
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]            # [tokens, heads or kv_heads, dim]
+Split = Sequence[Probes | None]                                  # for each linear layer; None: dW in backward
+FUSED: Split = (None,) * 4
+NONE_APART: Mapping[str, Split] = {"post": FUSED, "pre": FUSED}
 Result = TypeVar("Result")
 
 
@@ -40,9 +44,9 @@ class Pre(nn.Module):
         self.q_norm = nn.RMSNorm(self.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
         self.k_norm = nn.RMSNorm(self.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
 
-    def forward(self, x: torch.Tensor, rotary: Rotary) -> QKV:
+    def forward(self, x: torch.Tensor, rotary: Rotary, split: Split = FUSED) -> QKV:
         num_tokens = rotary[0].shape[0]
-        q, k, v = (y[:num_tokens].unflatten(1, (-1, self.head_dim)) for y in self.qkv(self.norm(x)))
+        q, k, v = (y[:num_tokens].unflatten(1, (-1, self.head_dim)) for y in self.qkv(self.norm(x), split=split))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, rotary), rotate(k, rotary), v.clone()   # FSDP accepts no views
@@ -52,12 +56,12 @@ class Projections(nn.Module):
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         model = shape.model
-        self.q = nn.Linear(model.hidden, model.num_heads * model.head_dim, bias=shape.qkv_bias)
-        self.k = nn.Linear(model.hidden, model.num_kv_heads * model.head_dim, bias=shape.qkv_bias)
-        self.v = nn.Linear(model.hidden, model.num_kv_heads * model.head_dim, bias=shape.qkv_bias)
+        self.q = Linear(model.hidden, model.num_heads * model.head_dim, bias=shape.qkv_bias)
+        self.k = Linear(model.hidden, model.num_kv_heads * model.head_dim, bias=shape.qkv_bias)
+        self.v = Linear(model.hidden, model.num_kv_heads * model.head_dim, bias=shape.qkv_bias)
 
-    def forward(self, x: torch.Tensor) -> QKV:
-        return self.q(x), self.k(x), self.v(x)
+    def forward(self, x: torch.Tensor, split: Split = FUSED) -> QKV:
+        return self.q(x, probes=split[0]), self.k(x, probes=split[1]), self.v(x, probes=split[2])
 
 
 class Post(nn.Module):
@@ -66,25 +70,28 @@ class Post(nn.Module):
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         model = shape.model
-        self.output = nn.Linear(model.num_heads * model.head_dim, model.hidden, bias=False)
+        self.output = Linear(model.num_heads * model.head_dim, model.hidden, bias=False)
         self.norm = nn.RMSNorm(model.hidden, eps=shape.norm_eps)
         self.mlp = SwiGlu(model.hidden, model.ffn)
 
-    def forward(self, x: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, out: torch.Tensor, split: Split = FUSED
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return x with attention's output added, and the feed-forward's output, which the caller adds."""
-        x = x + self.output(out.flatten(1))
-        return x, self.mlp(self.norm(x))
+        x = x + self.output(out.flatten(1), probes=split[0])
+        return x, self.mlp(self.norm(x), split=split[1:])
 
 
 class SwiGlu(nn.Module):
     def __init__(self, hidden: int, ffn: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(hidden, ffn, bias=False)
-        self.up = nn.Linear(hidden, ffn, bias=False)
-        self.down = nn.Linear(ffn, hidden, bias=False)
+        self.gate = Linear(hidden, ffn, bias=False)
+        self.up = Linear(hidden, ffn, bias=False)
+        self.down = Linear(ffn, hidden, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+    def forward(self, x: torch.Tensor, split: Split = FUSED) -> torch.Tensor:
+        gate, up = self.gate(x, probes=split[0]), self.up(x, probes=split[1])
+        return self.down(F.silu(gate) * up, probes=split[2])
 
 
 class Segment(nn.Module):
@@ -97,6 +104,8 @@ class Segment(nn.Module):
     recompute: str = "none"                                      # as the setting model.recompute
     num_shares: int = 1                                          # token shards of x, one per tensor rank
     run: Callable[..., Any] | None = None                        # replaces `compute`: compiled, or in tiles
+    in_tiles: bool = False                                       # `run` works in tiles or offloads
+    weight_gradients: Collector | None = None                    # computes dW apart from backward
 
     def __init__(
         self, *, embed: nn.Embedding | None = None, post: Post | None = None, pre: Pre | None = None,
@@ -107,18 +116,25 @@ class Segment(nn.Module):
         self.gather = nn.Identity() if norm else None            # tensor parallelism gathers the token shards here
 
     def forward(self, *inputs: Any) -> Any:
-        return self.compute(*inputs) if self.run is None else self.run(*inputs)
+        run, apart = self.run or self.compute, self.weight_gradients
+        if apart is None or not apart.enabled or not torch.is_grad_enabled():
+            return run(*inputs)
+        shares = self.num_shares
+        num_tokens = inputs[0].shape[0] * shares if self.embed is None else -(-inputs[0].shape[0] // shares) * shares
+        return run(*inputs, split={part: apart.probes(self.get_submodule(part), num_tokens) for part in ("post", "pre")
+                                   if getattr(self, part) is not None})
 
-    def compute(self, x: torch.Tensor, *inputs: Any) -> Any:
+    def compute(self, x: torch.Tensor, *inputs: Any, split: Mapping[str, Split] = NONE_APART) -> Any:
         """Take tokens or x, then attention's output after `post`, then the rotary table before `pre`."""
         if self.embed is not None:
             x = self.embed(pad_tokens(x, self.num_shares))
         if self.post is not None:
-            x, added = call_with_recompute(self.recompute, self.post, x, pad_tokens(inputs[0], self.num_shares))
+            out = pad_tokens(inputs[0], self.num_shares)
+            x, added = call_with_recompute(self.recompute, self.post, x, out, split["post"])
             x = x + added
         if self.pre is not None:
             recompute = "full" if self.recompute == "full" else "none"  # "selective" would keep everything in `pre`
-            return x, *call_with_recompute(recompute, self.pre, x, inputs[-1])
+            return x, *call_with_recompute(recompute, self.pre, x, inputs[-1], split["pre"])
         if self.norm is not None and self.gather is not None:
             hidden = self.gather(self.norm(x))
             return hidden if self.num_shares == 1 else hidden[: inputs[0].shape[0]].clone()
@@ -144,6 +160,7 @@ class Decoder(nn.Module):
             last = Segment(post=Post(shape), norm=nn.RMSNorm(hidden, eps=shape.norm_eps))
             self.segments = nn.ModuleList([first, *middles, last])
             self.head = None if shape.tied else nn.Linear(hidden, vocab, bias=False)
+        self.parts: dict[int, list[Segment]] = {0: [first, *middles, last]}  # of the pipeline; a stage has some
         if torch.device(device).type != "meta":
             self.to_empty(device=device)
             self.reset_parameters(generator)
@@ -153,10 +170,15 @@ class Decoder(nn.Module):
         return run(self)
 
     @property
+    def output(self) -> nn.Linear | nn.Embedding:
+        """The output layer, or the embedding if that is tied to it."""
+        assert self.head is not None or self.shape.tied, "this stage has no head"
+        return self.segments.get_submodule("0").embed if self.head is None else self.head  # type: ignore[return-value]
+
+    @property
     def head_weight(self) -> torch.Tensor:
         """Weight of the output layer [vocab, hidden]."""
-        assert self.head is not None or self.shape.tied, "only the last stage has the head"
-        return self.segments[0].embed.weight if self.head is None else self.head.weight  # type: ignore[union-attr,return-value]
+        return self.output.weight
 
     def rotary(self, positions: torch.Tensor) -> Rotary:
         """Return cos and sin for each token's position in its document."""

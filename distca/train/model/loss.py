@@ -77,7 +77,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if dhidden is not None:
                 torch.mm(logits, weight, out=dhidden[chunk])
             if dweight is not None:
-                _add_product(dweight, logits.T, hidden[chunk])
+                add_product(dweight, logits.T, hidden[chunk])
         if how.group is not None and dhidden is not None:
             dist.all_reduce(dhidden, group=how.group)
         ctx.save_for_backward(dhidden, dweight)
@@ -113,7 +113,7 @@ def _compiled() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return compile_any_length(_sums), compile_any_length(_to_gradient)
 
 
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """Add a @ b to total; on a GPU without rounding the product to a's dtype first."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)

@@ -3,7 +3,8 @@
 Tensor parallelism shards heads, feed-forward columns and the vocabulary, and x by tokens (sequence parallel); q, k, v
 and attention's output are this rank's heads of all the row's tokens. FSDP2 then shards every segment over the data
 ranks. The embedding, the first segment and the head belong to FSDP's root: they are gathered from the start of
-`decoder(run)` until its backward ends.
+`decoder(run)` until its backward ends. A head on all stages of a pipeline is sharded over the ranks of all stages, and
+gathered from the start of a step to its end.
 
 Gradients are summed, not averaged, over data ranks: the loss is already divided by the labels of all ranks. Segments
 may run several times before one backward, and several micro-batches may be in flight: gradients accumulate.
@@ -29,22 +30,28 @@ from distca.train.model.decoder import Decoder, Segment
 
 
 def parallelize(
-    decoder: Decoder, mesh: DeviceMesh, *, fsdp: bool, dtype: torch.dtype, recompute: str = "none"
+    decoder: Decoder, mesh: DeviceMesh, *, fsdp: bool, dtype: torch.dtype, recompute: str = "none",
+    homes: dist.ProcessGroup | None = None,
 ) -> None:
     """Shard the decoder, in place, over a mesh with dimensions ("data", "tensor") or ("pipeline", "data", "tensor").
 
     With a pipeline, `decoder` is this rank's stage (`stage_of`). Compute runs in `dtype`; gradients are reduced in the
-    parameters' dtype. Without `fsdp` parameters are replicated over the data ranks. A decoder on the "meta" device
-    stays there: call `to_empty` and then `reset_parameters` or `load_hf`.
+    parameters' dtype. Without `fsdp` parameters are replicated over the data ranks. If all stages have the head, it is
+    sharded over `homes`, the ranks of all stages with this tensor index. A decoder on the "meta" device stays there:
+    call `to_empty` and then `reset_parameters` or `load_hf`.
     """
     for segment in decoder.segments:
         assert isinstance(segment, Segment)
         segment.recompute = recompute
+    meshes = [mesh]
+    if homes is not None:                                        # of the head
+        meshes.append(DeviceMesh.from_group([homes, mesh["tensor"].get_group()], mesh.device_type,
+                                            mesh.mesh.flatten(0, 1), mesh_dim_names=("data", "tensor")))
     if not fsdp:                                                 # FSDP with one shard, replicated
-        mesh = _with_replicas(mesh)
+        meshes = [_with_replicas(one) for one in meshes]
     if mesh["tensor"].size() > 1:
-        _cut_tensors(decoder, mesh["tensor"])
-    _shard(decoder, mesh["data"] if fsdp else mesh["replica", "data"], dtype)
+        _cut_tensors(decoder, *(one["tensor"] for one in meshes))
+    _shard(decoder, dtype, *(one["data"] if fsdp else one["replica", "data"] for one in meshes))
 
 
 def _with_replicas(mesh: DeviceMesh) -> DeviceMesh:
@@ -57,14 +64,15 @@ def _with_replicas(mesh: DeviceMesh) -> DeviceMesh:
                                  mesh_dim_names=names)
 
 
-def _cut_tensors(decoder: Decoder, mesh: DeviceMesh) -> None:
+def _cut_tensors(decoder: Decoder, mesh: DeviceMesh, head_mesh: DeviceMesh | None = None) -> None:
     # x is sharded by tokens, Shard(0), also in norms; projections gather x and reduce-scatter their sum
     gather = tp.PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
     gather_local = tp.PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate(),
                                          use_local_output=True)
     by_heads = tp.SequenceParallel(sequence_dim=1, use_local_output=True)  # the norm's weight is replicated
+    embed = tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))
     modules_of_style: dict[tp.ParallelStyle, tuple[str, ...]] = {
-        tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)): ("embed",),
+        embed: () if head_mesh and decoder.shape.tied else ("embed",),
         tp.SequenceParallel(sequence_dim=0): ("pre.norm", "post.norm", "norm"),
         gather: ("pre.qkv", "post.mlp"),
         tp.ColwiseParallel(): ("pre.qkv.q", "pre.qkv.k", "pre.qkv.v", "post.mlp.gate", "post.mlp.up"),
@@ -77,21 +85,28 @@ def _cut_tensors(decoder: Decoder, mesh: DeviceMesh) -> None:
         tp.parallelize_module(segment, mesh, {name: style for style, modules in modules_of_style.items()
                                               for name in modules if name in names})
         segment.num_shares = mesh.size()                         # type: ignore[assignment]
-    if decoder.head is not None:
-        tp.parallelize_module(decoder.head, mesh, tp.ColwiseParallel())
+    if decoder.head is not None or head_mesh is not None:
+        style = embed if decoder.head is None else tp.ColwiseParallel()
+        tp.parallelize_module(decoder.output, head_mesh or mesh, style)
 
 
-def _shard(decoder: Decoder, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+def _shard(decoder: Decoder, dtype: torch.dtype, mesh: DeviceMesh, head_mesh: DeviceMesh | None = None) -> None:
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=next(decoder.parameters()).dtype,
                                      cast_forward_inputs=False)
-    modules: list[nn.Module] = [*list(decoder.segments)[1:], decoder]
-    alone = mesh.size() == 1                                     # resharding would only repeat the cast in backward
-    for module in modules:
-        fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=False if alone else None)
+    segments = [segment for part in decoder.parts.values() for segment in part]
+    modules: list[tuple[nn.Module, DeviceMesh]] = [(one, mesh) for one in (*segments[head_mesh is None:], decoder)]
+    if head_mesh is not None:
+        modules.insert(0, (decoder.output, head_mesh))
+    for module, over in modules:
+        alone = over.size() == 1                                 # resharding would only repeat the cast in backward
+        keep = alone or over is head_mesh                        # a step gathers the head once, on all stages together
+        fully_shard(module, mesh=over, mp_policy=precision, reshard_after_forward=False if keep else None)
         assert isinstance(module, FSDPModule)
         if not alone:                                            # dividing would copy every gradient
             module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)           # gloo has no other reduction
+        if over is head_mesh:
+            module.set_reshard_after_backward(False)
     decoder.register_forward_hook(_reshard_without_backward)
 
 
@@ -121,22 +136,20 @@ def accumulating(decoder: nn.Module, *, last: bool) -> Iterator[None]:
 
 @torch.no_grad()
 def clip_grad_norm(
-    parameters: Iterable[nn.Parameter], max_norm: float, group: dist.ProcessGroup | None = None
+    parameters: Iterable[nn.Parameter], max_norm: float, groups: Iterable[dist.ProcessGroup] = ()
 ) -> torch.Tensor:
     """Scale all gradients so that their global norm is at most `max_norm`; return the norm before scaling.
 
     Each rank sums its squares, divided by the number of ranks that hold the same elements. The sum is all-reduced over
-    the mesh and then over `group`, one rank of every pipeline stage. All gradients are on the same mesh, or on none.
+    `groups`, the dimensions of the mesh of all training ranks.
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     by_holders: dict[int, list[torch.Tensor]] = {}               # gradients by the number of ranks that hold them
     for grad in grads:
         by_holders.setdefault(_num_holders(grad), []).append(grad.to_local() if isinstance(grad, DTensor) else grad)
     square = torch.stack([nn.utils.get_total_norm(held).square() / num for num, held in by_holders.items()]).sum()
-    mesh = grads[0].device_mesh if isinstance(grads[0], DTensor) else None
-    assert all((grad.device_mesh if isinstance(grad, DTensor) else None) == mesh for grad in grads)
-    for among in [*(mesh.get_all_groups() if mesh else ()), *([group] if group else ())]:
-        dist.all_reduce(square, group=among)
+    for group in groups:
+        dist.all_reduce(square, group=group)
     norm = square.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for held in by_holders.values():

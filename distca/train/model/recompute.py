@@ -39,11 +39,11 @@ def compile_any_length(function: Callable[..., Any], backend: str = "inductor") 
     """Compile a function once for rows of any length: the first dimension of every tensor is marked as dynamic."""
     compiled = torch.compile(function, backend=backend)
 
-    def call(*inputs: Any) -> Any:
-        for tensor in tree_leaves(inputs):
+    def call(*inputs: Any, **more: Any) -> Any:
+        for tensor in tree_leaves((inputs, more)):
             if isinstance(tensor, torch.Tensor) and tensor.ndim:
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        return compiled(*inputs)
+        return compiled(*inputs, **more)
 
     return call
 

@@ -38,7 +38,8 @@ def run_segments(
     for segment in decoder.segments:
         assert isinstance(segment, Segment)
         compute = compile_any_length(segment.compute, backend) if compile else segment.compute
-        if tile_tokens or offload is not None:
+        segment.in_tiles = bool(tile_tokens) or offload is not None
+        if segment.in_tiles:
             segment.recompute = "none"
             segment.run = partial(_by_tiles, segment, compute, tile_tokens, offload)
         else:

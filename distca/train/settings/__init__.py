@@ -125,7 +125,7 @@ class Attention:
     cost: str = setting("", "Latency table, shipped or from `distca profile`, or a TOML file that names one for each "
         "kind of rank: forward and backward attention are balanced by its seconds; empty balances causal pairs.")
     cluster: str = setting("dgx-h200", "Cluster, by name or TOML file, whose links and rates attention.tolerance auto "
-        "assumes.")
+        "and parallel.schedule auto assume.")
     adapt: bool = setting(False, "Measure the relative speed of each rank's attention and give slower ranks less work; "
         "for attention.mode disaggregated.")
     kernel: str = setting("auto", "Attention kernel; auto is the fastest that fits the device.",
@@ -147,6 +147,11 @@ class Parallel:
         most=MAX_RANKS, common=True, counted=True)
     pipeline: int = setting(1, "Pipeline stages of the layers; attention is balanced over all stages.", least=1,
         most=MAX_RANKS, common=True, counted=True)
+    schedule: str = setting("auto", "Order of a pipeline's work: interleaved_N (N parts of the layers on each stage, "
+        "weight gradients in idle time, the head on all stages), same_phase (one part a stage), 1f1b (the least "
+        "memory; attention is balanced within a stage); auto: the one predicted to be the fastest that fits.")
+    memory: float = setting(0.0, "The most that parallel.schedule auto may keep on a rank: micro-batches between "
+        "forward and backward, such as 4, or bytes in all, such as 60e9; 0: the memory of attention.cluster's GPUs.")
     fsdp: bool = setting(True, "Shard parameters, gradients and optimizer state over the data ranks.")
 
 

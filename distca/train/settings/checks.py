@@ -13,6 +13,7 @@ from distca.planning.windows import windows_by_depth
 from distca.train.model.shape import SIZES, DecoderShape, decoder_shape
 from distca.train.settings import Settings, known_settings
 from distca.train.settings.declare import check_limits
+from distca.train.settings.schedule import pipeline_ticks
 from distca.validation import UserError
 
 Rule = tuple[Callable[[Settings], object], str]  # whether settings break the rule; the error, with fields in braces
@@ -132,8 +133,7 @@ def check_degrees(settings: Settings, shape: DecoderShape) -> None:
     if stages > model.num_layers:
         raise UserError(f"parallel.pipeline is {stages} but {name} has {model.num_layers} layers; give every stage at "
                         "least one")
-    if stages > 1 and shape.tied:
-        raise UserError(f"parallel.pipeline is {stages} but the output layer of {name} is its embedding (model.tied), "
-                        "which another stage holds; untie them (model.untied), or use one stage")
-    windows_by_depth(model.layer_windows, layers_of_stages(model.num_layers, stages),
-                     shared=settings.attention.mode == "disaggregated")
+    ticks = pipeline_ticks(settings, model, shape.tied)
+    windows_by_depth(model.layer_windows, layers_of_stages(model.num_layers, ticks.num_parts),
+                     shared=settings.attention.mode == "disaggregated" and ticks.same_phase)
+

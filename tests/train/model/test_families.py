@@ -243,7 +243,7 @@ def test_a_window_of_a_config_can_be_taken_away(tmp_path: Path) -> None:
     ({"model.tied": True, "model.untied": True}, "both true"),
     ({"model.load": "here", "model.config": "there"}, "give one of them"),
     ({"model.load": "here", "model.layers": 3}, "model.layers is 3 but model.load is 'here'"),
-    ({"model.name": "qwen3-0.6b", "parallel.pipeline": 2}, "model.untied"),
+    ({"model.name": "qwen3-0.6b", "parallel.pipeline": 2, "parallel.schedule": "same_phase"}, "model.untied"),
     ({"model.name": "qwen2.5-0.5b", "parallel.tensor": 4, "run.ranks": 4}, "2 KV heads|14 heads"),
     ({"checkpoint.export": "out"}, "checkpoint.export is 'out' but checkpoint.folder is empty"),
 ])
@@ -304,7 +304,8 @@ def test_a_bad_config_ends_the_command_in_one_line(
         transformers.AutoConfig.for_model("llama", **small).save_pretrained(tmp_path / "mine")
         config = json.loads((tmp_path / "mine/config.json").read_text())
         (tmp_path / "mine/config.json").write_text(json.dumps(config | changes))
-    code, _, err = run("train", "--model.config", "mine", "--parallel.pipeline", "2")
+    code, _, err = run("train", "--model.config", "mine", "--parallel.pipeline", "2", "--parallel.schedule",
+                       "same_phase")
     assert code == 2 and err.count("\n") == 1 and words in err, err
 
 

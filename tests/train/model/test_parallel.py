@@ -122,12 +122,13 @@ def spread(case: Case) -> tuple[Decoder, DeviceMesh]:
     if case.meta:
         decoder.to_empty(device="cpu")
         decoder.reset_parameters(generator())
-    return decoder, mesh["data"]
+    return decoder, mesh
 
 
 def differences(case: Case) -> dict[str, float]:
     """How far this rank is from one process: loss, then the farthest gradient, norm and clipped gradient."""
-    decoder, data = spread(case)
+    decoder, mesh = spread(case)
+    data = mesh["data"]
     lengths = ROWS[case.rows][data.get_local_rank()]
     rows = [row(data.get_local_rank(), number, of_row) for number, of_row in enumerate(lengths)]
     share = decoder(lambda decoder: summed_loss(decoder, rows, lengths)) / num_labels(case)
@@ -136,7 +137,7 @@ def differences(case: Case) -> dict[str, float]:
     dist.all_reduce(loss, group=data.get_group())
     want_loss, want_grads, want_norm, want_clipped = in_one_process(case)
     farthest = {"loss": abs(float(loss) - want_loss), "gradient": farthest_from(want_grads, gradients(decoder))}
-    norm = clip_grad_norm(decoder.parameters(), CLIP)
+    norm = clip_grad_norm(decoder.parameters(), CLIP, mesh.get_all_groups())
     assert want_norm > 2 * CLIP
     return farthest | {"norm": abs(float(norm) - want_norm),
                        "clipped": farthest_from(want_clipped, gradients(decoder))}
@@ -217,8 +218,8 @@ def train(case: Case | None) -> list[float]:
     if case is None:
         decoder, ranks, group = Decoder(SHAPE, generator=generator()).double(), [0, 1], None
     else:
-        decoder, data = spread(case)
-        ranks, group = [data.get_local_rank()], data.get_group()
+        decoder, mesh = spread(case)
+        ranks, group = [mesh["data"].get_local_rank()], mesh["data"].get_group()
     lengths = [of_row for rank in ranks for of_row in ROWS["odd"][rank]]
     rows = [row(rank, number, of_row) for rank in ranks for number, of_row in enumerate(ROWS["odd"][rank])]
     optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-2, fused=True)
@@ -241,12 +242,12 @@ def train(case: Case | None) -> list[float]:
 
 def exchanged(recompute: bool) -> float:
     """Attention on other ranks, two rows in flight at once: farthest gradient from dense attention in one process."""
-    decoder, data = spread(Case(2, 2, recompute=recompute))
+    decoder, mesh = spread(Case(2, 2, recompute=recompute))
     plans = [misplaced_plan(pack(lengths, ranks=2, tokens_per_rank=64), 2, SHAPE.model)
              for lengths in ([90, 30, 8], [60, 68])]
     assert all((plan.tasks.home != plan.tasks.server).any() for plan in plans)
-    attend = CoreAttention(data.get_group())
-    rank = data.get_local_rank()
+    attend = CoreAttention(mesh["data"].get_group())
+    rank = mesh["data"].get_local_rank()
     rows = [documents(plan.layout, row_index(plan.layout, rank)) for plan in plans]
 
     def run(decoder: Decoder) -> torch.Tensor:
