@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -81,9 +81,9 @@ def cases(shrink: int = 1) -> Iterator[Case]:
     yield Case(long, 32, 32, 64, 64)
     for dim, value_dim in ((256, 256), (192, 128)):
         yield Case(documents(1, 16_384 // shrink), 32, 8, dim, value_dim)
-    yield Case(long, softcap=50.0)
-    for heads, dim in ((32, 64), (8, 256)):
-        yield Case(documents(1, 16_384 // shrink), heads, 8, dim, dim, softcap=50.0)
+    for case in (Case(long), Case(documents(32, 1_024 // shrink)), Case(long, 32, 32, 64, 64),
+                 Case(documents(1, 16_384 // shrink), 32, 8, 256, 256)):
+        yield replace(case, softcap=50.0)
 
 
 def uneven(name: str, lengths: list[tuple[int, int]], shrink: int) -> Batch:

@@ -7,7 +7,7 @@ adjacent: adjacent ranges are joined, and a single range is a view.
 
 The operators below torch's varlen_attn are called directly, because they return the log-sum-exp and accept the merged
 one in backward, and because their arguments are the same from torch 2.11 on. FlashAttention-4 covers cases that the
-hopper kernel does not: other head dims, Blackwell and softcaps. It compiles at first use, in seconds, once per head
+hopper kernel does not: other head dims, fp16 and Blackwell. It compiles at first use, in seconds, once per head
 dim, group size, kind of mask and softcap. It has no backward for Ampere.
 """
 

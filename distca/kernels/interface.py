@@ -263,7 +263,7 @@ def no_softcap(scores: Scores) -> str | None:
     """Return why a kernel without softcap does not fit, or None."""
     if scores.softcap is None:
         return None
-    return f"softcap is {scores.softcap}, it takes None; use kernel='fa4' on a GPU, or 'sdpa' anywhere"
+    return f"softcap is {scores.softcap}, it takes None; use kernel='hopper' or 'fa4' on a GPU, or 'sdpa' anywhere"
 
 
 def visible(tasks: TaskRows, window: int | None = None) -> TaskRows:

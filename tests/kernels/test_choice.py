@@ -91,18 +91,19 @@ def test_a_softcap_is_for_kernels_that_have_it(
     gpu: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert choose("cpu", torch.float32, 64, softcap=50.0) == SdpaKernel()
+    for head_dim in (64, 128, 256):
+        assert choose("cuda", torch.bfloat16, head_dim, 64, softcap=30.0).name == "hopper"
     gpu.has_fa4 = False
     with caplog.at_level(logging.INFO, logger="distca"):
-        assert choose("cuda", torch.bfloat16, 128, softcap=50.0) == SdpaKernel()
+        assert choose("cuda", torch.float16, 128, softcap=50.0) == SdpaKernel()
     assert "softcap 50.0" in caplog.text and "fa4: flash-attn-4 is not installed; pip install" in caplog.text
-    for name in ("hopper", "varlen"):
-        with pytest.raises(ValueError, match=f"'{name}' cannot run here: softcap is 50.0, it takes None; use "):
-            choose("cuda", torch.bfloat16, 128, name=name, softcap=50.0)
+    with pytest.raises(ValueError, match=r"'varlen' cannot run here: softcap is 50\.0, it takes None; use "):
+        choose("cuda", torch.bfloat16, 128, name="varlen", softcap=50.0)
     with pytest.raises(ValueError, match=r"softcap=0\.0; give a positive number, or None"):
         choose("cpu", torch.float32, 64, softcap=0.0)
     gpu.has_fa4 = True
     for head_dim in (128, 256):
-        assert choose("cuda", torch.bfloat16, head_dim, 64, softcap=30.0) == fa4.Fa4Kernel()
+        assert choose("cuda", torch.float16, head_dim, 64, softcap=30.0) == fa4.Fa4Kernel()
     gpu.capability = (10, 0)
     assert choose("cuda", torch.bfloat16, 128, softcap=30.0).name == "fa4"
     with pytest.raises(ValueError, match=r"softcap is 30\.0, for which FlashAttention-4 has no backward with"):

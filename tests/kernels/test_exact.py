@@ -21,6 +21,7 @@ from distca.kernels import sdpa as sdpa_module
 from distca.kernels.dense import DenseKernel
 from distca.kernels.flash import PackedCall
 from distca.kernels.hopper import kernel as hopper_module
+from distca.kernels.hopper.kernel import HopperKernel
 from distca.kernels.interface import BackwardInputs, Scores
 from distca.kernels.sdpa import SdpaKernel
 from tests.support import hopper_walk
@@ -233,17 +234,22 @@ def test_random_rows(
 
 @given(
     rows=any_rows(),
-    how=st.sampled_from([(DenseKernel(), 0.4), (SdpaKernel(), 0.4), (SdpaKernel(), 30.0)]),
+    how=st.sampled_from([(DenseKernel(), 0.4), (SdpaKernel(), 0.4), (SdpaKernel(), 30.0), (HopperKernel(), 0.4),
+                         (HopperKernel(), 30.0)]),
     window=st.none() | st.integers(1, 20),
     kv_heads=st.sampled_from([1, 2, 8]),
     at_once=st.sampled_from([1, 3, 100]),
+    in_turns=st.booleans(),
     seed=st.integers(0, 99),
 )
 @settings(max_examples=60, deadline=None)
 def test_random_rows_with_a_softcap(
-    how: tuple[Kernel, float], rows: TaskRows, window: int | None, kv_heads: int, at_once: int, seed: int
+    how: tuple[Kernel, float], rows: TaskRows, window: int | None, kv_heads: int, at_once: int, in_turns: bool,
+    seed: int,
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, determinism(in_turns):
+        patch.setattr(hopper_module, "run_forward", hopper_walk.launch_forward)
+        patch.setattr(hopper_module, "run_backward", hopper_walk.launch_backward)
         patch.setattr(sdpa_module, "_queries_at_once", lambda q, k: at_once)
         assert_exact(how[0], qkv(14, 16, heads=8, kv_heads=kv_heads, seed=seed), rows, window, softcap=how[1])
 

@@ -15,7 +15,7 @@ from distca.kernels.hopper.buffers import DeviceTable, Kept, Tables
 from distca.kernels.hopper.launch import Kind
 from distca.kernels.hopper.tables import BLOCK_ROWS, TILE_BLOCKS, TILE_KEYS
 from distca.kernels.hopper.variants import tiles_of
-from distca.kernels.interface import BackwardInputs
+from distca.kernels.interface import BackwardInputs, Scores, cap_slope, capped
 
 Packed = tuple[np.ndarray, tuple[int, ...]]  # a table, and the offsets of its sections
 
@@ -136,7 +136,7 @@ def launch_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, kind: Kind, scale: float
 ) -> None:
     """launch.run_forward, with an online softmax over the steps of a tile, and over its parts."""
-    tables, window = kind.tables, kind.window
+    tables, window = kind.tables, kind.scores.window
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
     q, k, v = (x.to(lse.dtype) for x in (q, k, v))
     written = torch.zeros(q.shape[:2], dtype=torch.bool)
@@ -151,7 +151,7 @@ def launch_forward(
         for *_, k_lo, k_hi, shift in steps:
             hidden = ~seen(queries, torch.arange(k_lo, k_hi), shift, window)[:, None]
             scores = torch.einsum("qhd,kd->qhk", q[queries, heads], k[k_lo:k_hi, head]) * scale
-            scores = scores.masked_fill(hidden, -torch.inf)
+            scores = capped(scores, kind.scores.softcap).masked_fill(hidden, -torch.inf)
             higher = torch.maximum(top, scores.amax(dim=-1))
             finite = higher.masked_fill(higher == -torch.inf, 0.0)
             p, less = torch.exp(scores - finite[..., None]), torch.exp(top - finite)
@@ -189,7 +189,7 @@ def launch_backward(
 
     Heads whose dS is kept come all at once.
     """
-    tables, window, kept = kind.tables, kind.window, kind.tables.kept
+    tables, window, kept = kind.tables, kind.scores.window, kind.tables.kept
     lse = saved[-1]
     dout, q, k, v, out = (x.to(lse.dtype) for x in saved[:-1])
     dq, dk, dv = gradients
@@ -207,7 +207,7 @@ def launch_backward(
         for *_, block, q_first, q_count, k_begin, k_end, shift, pair in blocks:
             queries, keys = slice(q_first, q_first + q_count), torch.arange(k_first, k_first + k_count)
             shown = seen(queries, keys, shift, window) & (k_begin <= keys) & (keys < k_end)
-            p, ds = differentiated((dout, q, k, v, out, lse), queries, heads, tile, head, shown, scale)
+            p, ds = differentiated((dout, q, k, v, out, lse), queries, heads, tile, head, shown, kind.scores, scale)
             dv_sum += torch.einsum("qhk,qhd->kd", p, dout[queries, heads])
             dk_sum += torch.einsum("qhk,qhd->kd", ds, q[queries, heads])
             sums[block, head, :q_count] += torch.einsum("qhk,kd->qhd", ds, k[tile, head])
@@ -226,7 +226,7 @@ def launch_backward(
         write_dq_from(places, dq, k, kept, group)
         return
     if deterministic or tiles.dq_apart:
-        write_dq((dout, q, k, v, out, lse), dq, tables, window, scale)
+        write_dq((dout, q, k, v, out, lse), dq, tables, kind.scores, scale)
         return
     written = torch.zeros(q.shape[0], dtype=torch.bool)
     for block, (q_first, q_count) in enumerate(ints[blocks_at : blocks_at + 2 * ints[2]].reshape(-1, 2).tolist()):
@@ -235,10 +235,10 @@ def launch_backward(
 
 
 def write_dq(
-    saved: tuple[torch.Tensor, ...], dq: torch.Tensor, tables: Tables, window: int | None, scale: float
+    saved: tuple[torch.Tensor, ...], dq: torch.Tensor, tables: Tables, how: Scores, scale: float
 ) -> None:
     """dQ by itself, along forward's walk."""
-    _, q, k, *_ = saved
+    (_, q, k, *_), window = saved, how.window
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
     written = torch.zeros(q.shape[:2], dtype=torch.bool)
     tiles = tiles_of(q.shape[2])
@@ -250,7 +250,7 @@ def write_dq(
         for *_, k_lo, k_hi, shift in steps:
             tile = slice(k_lo, k_hi)
             shown = seen(queries, torch.arange(k_lo, k_hi), shift, window)
-            _, ds = differentiated(saved, queries, heads, tile, head, shown, scale)
+            _, ds = differentiated(saved, queries, heads, tile, head, shown, how, scale)
             total += torch.einsum("qhk,kd->qhd", ds, k[tile, head])
         if part:
             parts[part, head] = total
@@ -290,11 +290,12 @@ def write_dq_from(
 
 def differentiated(
     saved: tuple[torch.Tensor, ...], queries: slice, heads: slice, tile: slice, head: int, shown: torch.Tensor,
-    scale: float,
+    how: Scores, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Probabilities of these queries and keys, and the gradients of their scores: [q, h, k] each."""
     dout, q, k, v, out, lse = saved
-    scores = torch.einsum("qhd,kd->qhk", q[queries, heads], k[tile, head]) * scale
+    scores = capped(torch.einsum("qhd,kd->qhk", q[queries, heads], k[tile, head]) * scale, how.softcap)
+    slope = cap_slope(scores, how.softcap) * scale
     p = torch.exp(scores - lse[queries, heads, None]).masked_fill(~shown[:, None], 0.0)
     delta = (dout[queries, heads] * out[queries, heads]).sum(dim=-1, keepdim=True)
-    return p, p * (torch.einsum("qhd,kd->qhk", dout[queries, heads], v[tile, head]) - delta) * scale
+    return p, p * (torch.einsum("qhd,kd->qhk", dout[queries, heads], v[tile, head]) - delta) * slope

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -56,6 +56,48 @@ class Kept(NamedTuple):
     num_bytes: int  # of the dS tiles of these heads
 
 
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """The counters from which launches draw their work, one set per stream, so that streams may overlap.
+
+    A set is int32 [3] for forward, backward and the separate dQ kernel, and zero between launches. The first launch on
+    another stream than the tables' own waits until the tables are copied.
+    """
+
+    copied: list[Tensor]  # all tables
+    event: torch.cuda.Event | None  # recorded behind the copies
+    first: Tensor  # of the stream on which the tables are copied
+    others: dict[int, Tensor] = field(default_factory=dict)
+    addresses: dict[int, int] = field(default_factory=dict)  # of the set of a stream
+
+    @classmethod
+    def of(cls, copied: list[Tensor], device: torch.device) -> Counters:
+        first, event = torch.zeros(3, dtype=torch.int32, device=device), None
+        addresses: dict[int, int] = {}
+        if device.type == "cuda":
+            stream = torch.cuda.current_stream(device)
+            event = torch.cuda.Event()
+            event.record(stream)
+            addresses[stream.cuda_stream] = first.data_ptr()
+        return cls(copied, event, first, {}, addresses)
+
+    def address(self, stream: int) -> int:
+        """Return the address of the set of `stream`, the current stream of the tables' device."""
+        found = self.addresses.get(stream)
+        return self._added(stream) if found is None else found
+
+    def _added(self, stream: int) -> int:
+        if self.event is None or torch._C._cuda_isCurrentStreamCapturing():
+            return self.first.data_ptr()  # a capture executes nothing, so zeros of its own would not be there
+        here = torch.cuda.current_stream(self.first.device)
+        here.wait_event(self.event)
+        for table in self.copied:
+            table.record_stream(here)
+        self.others[stream] = torch.zeros_like(self.first)
+        self.addresses[stream] = self.others[stream].data_ptr()
+        return self.addresses[stream]
+
+
 @dataclass(frozen=True)
 class Tables:
     """The tables of one prepared set of tasks."""
@@ -63,11 +105,11 @@ class Tables:
     forward: DeviceTable  # also used by the separate dQ kernel
     tall: DeviceTable | None  # the same with tall tiles, for forward only, if these are faster
     backward: DeviceTable
-    counters: Tensor  # int32 [3]: forward, backward, separate dQ kernel; zero between launches
     num_blocks: int  # of queries in backward
     num_parts: int  # of tiles whose keys are split
     num_sms: int  # multiprocessors that a launch uses
     kept: Kept | None
+    counters: Counters
 
     @classmethod
     def build(cls, tasks: TaskRows, window: int | None, heads: Heads, device: torch.device, num_sms: int) -> Tables:
@@ -83,28 +125,30 @@ class Tables:
             tall = tall if taken < TALL_GAIN * usual else None
         few = int(backward.items[:, 2].sum()) <= FEW_TILES * len(backward.blocks)
         keeps = tiles.dq_apart or few or torch.are_deterministic_algorithms_enabled()
-        return cls(
-            DeviceTable.of(forward, device), None if tall is None else DeviceTable.of(tall, device),
-            DeviceTable.of(backward, device), torch.zeros(3, dtype=torch.int32, device=device),
-            len(backward.blocks), forward.num_parts, num_sms,
-            _kept(tasks, window, heads, device, num_sms) if keeps and not forward.num_parts else None,
-        )
+        kept = _kept(tasks, window, heads, device, num_sms) if keeps and not forward.num_parts else None
+        forward_table, backward_table = DeviceTable.of(forward, device), DeviceTable.of(backward, device)
+        tall_table = None if tall is None else DeviceTable.of(tall, device)
+        copied = [table.ints for table in (forward_table, tall_table, backward_table) if table is not None]
+        if kept is not None:
+            copied.append(kept.table.ints)
+        return cls(forward_table, tall_table, backward_table, len(backward.blocks), forward.num_parts, num_sms, kept,
+                   Counters.of(copied, device))
 
     @cached_property
     def forward_numbers(self) -> tuple[int, ...]:
-        """Arguments of a forward launch: addresses of its table and counter, offsets of tiles, segments, merges."""
+        """Arguments of a forward launch: address of its table, offsets of tiles, segments, merges."""
         table = self.forward if self.tall is None else self.tall
-        return table.ints.data_ptr(), self.counters.data_ptr(), *table.offsets
+        return table.ints.data_ptr(), *table.offsets
 
     @cached_property
     def backward_numbers(self) -> tuple[int, ...]:
-        """Arguments of a backward launch: the same addresses, offsets of items, tasks, blocks."""
-        return self.backward.ints.data_ptr(), self.counters.data_ptr() + 4, *self.backward.offsets
+        """Arguments of a backward launch: address of its table, offsets of items, tasks, blocks."""
+        return self.backward.ints.data_ptr(), *self.backward.offsets
 
     @cached_property
     def dq_numbers(self) -> tuple[int, ...]:
-        """Arguments of the separate dQ kernel: the same addresses, offsets of tiles, segments, merges."""
-        return self.forward.ints.data_ptr(), self.counters.data_ptr() + 8, *self.forward.offsets
+        """Arguments of the separate dQ kernel: address of its table, offsets of tiles, segments, merges."""
+        return self.forward.ints.data_ptr(), *self.forward.offsets
 
 
 def _kept(tasks: TaskRows, window: int | None, heads: Heads, device: torch.device, num_sms: int) -> Kept | None:

@@ -189,17 +189,23 @@ def _check(code: int, call: str) -> None:
 
 
 def _bind_context() -> None:
-    """Set torch's CUDA context if this thread has none, such as an autograd thread before its first CUDA call."""
-    if hasattr(_of_this_thread, "is_bound"):
+    """Set the context of torch's current device if this thread has none, or another device's.
+
+    An autograd thread has none before its first CUDA call. It is checked once per thread and device: whatever changes
+    torch's current device later changes the context too.
+    """
+    index, bound = torch.cuda.current_device(), vars(_of_this_thread).setdefault("devices", set())
+    if index in bound:
         return
-    index = torch.cuda.current_device()
-    driver, context, device = _driver(), c_void_p(), c_int()
+    driver, context, device, wanted = _driver(), c_void_p(), c_int(), c_int()
     _check(driver.cuCtxGetCurrent(byref(context)), "cuCtxGetCurrent")
-    if not context:
-        _check(driver.cuDeviceGet(byref(device), c_int(index)), "cuDeviceGet")
-        _check(driver.cuDevicePrimaryCtxRetain(byref(context), device), "cuDevicePrimaryCtxRetain")
+    if context:
+        _check(driver.cuCtxGetDevice(byref(device)), "cuCtxGetDevice")
+    _check(driver.cuDeviceGet(byref(wanted), c_int(index)), "cuDeviceGet")
+    if not context or device.value != wanted.value:
+        _check(driver.cuDevicePrimaryCtxRetain(byref(context), wanted), "cuDevicePrimaryCtxRetain")
         _check(driver.cuCtxSetCurrent(context), "cuCtxSetCurrent")
-    _of_this_thread.is_bound = True
+    bound.add(index)
 
 
 class TensorMap:
@@ -252,7 +258,7 @@ class _LaunchConfig(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A kernel of a module loaded on torch's current device."""
+    """A kernel of a module loaded on the device that was current; its launches need that device to be current."""
 
     name: str
     types: str  # parameters in order: struct codes i, q, f and P, and T for a tensor map

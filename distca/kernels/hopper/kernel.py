@@ -2,7 +2,7 @@
 
 A launch walks tables (tables.py), so its cost depends only on the number of pairs, also with tasks of different
 lengths, shared keys and several tasks per query. The sources in cuda/ are compiled at first use per head dim, number of
-query heads per KV head, and window or not.
+query heads per KV head, and with or without window and softcap.
 
 Backward sums dQ in float32 with atomic adds, in any order. Under torch.use_deterministic_algorithms a separate kernel
 sums dQ in registers and gives the same bits every time.
@@ -20,7 +20,7 @@ from distca.kernels.hopper.buffers import Heads, Tables, multiprocessors
 from distca.kernels.hopper.driver import nvrtc
 from distca.kernels.hopper.launch import Kind, launches_of, new, run_backward, run_forward
 from distca.kernels.hopper.tables import BLOCK_ROWS
-from distca.kernels.hopper.variants import DIMS_TEXT, TILES, tiles_of
+from distca.kernels.hopper.variants import DIMS_TEXT, TILES, Masks, tiles_of
 from distca.kernels.interface import (
     PLAIN,
     BackwardInputs,
@@ -32,7 +32,6 @@ from distca.kernels.interface import (
     check_inputs,
     dims_text,
     joined,
-    no_softcap,
     softmax_scale,
     visible,
 )
@@ -42,11 +41,11 @@ from distca.validation import UserError
 class HopperTasks:
     """Prepared tasks, with one Kind per combination of shapes, built at the first call with these shapes."""
 
-    __slots__ = ("device", "inside", "kinds", "num_sms", "tasks", "window")
+    __slots__ = ("device", "inside", "kinds", "num_sms", "scores", "tasks")
 
-    def __init__(self, tasks: TaskRows, device: torch.device, window: int | None, num_sms: int) -> None:
-        self.tasks, self.device, self.window, self.num_sms = tasks, device, window, num_sms
-        self.inside = joined(visible(tasks, window), window)
+    def __init__(self, tasks: TaskRows, device: torch.device, scores: Scores, num_sms: int) -> None:
+        self.tasks, self.device, self.scores, self.num_sms = tasks, device, scores, num_sms
+        self.inside = joined(visible(tasks, scores.window), scores.window)
         self.kinds: dict[tuple[object, ...], Kind] = {}
 
     def kind(self, q: Tensor, k: Tensor, v: Tensor) -> Kind:
@@ -57,20 +56,23 @@ class HopperTasks:
 
     def _new_kind(self, about: tuple[object, ...], q: Tensor, k: Tensor, v: Tensor) -> Kind:
         check_inputs(q, k, v, self.tasks)
+        if q.device != self.device:
+            raise UserError(f"q is on {q.device}, the tasks were prepared for {self.device}; prepare them for q.device")
         heads = Heads(q.shape[1], k.shape[1], q.shape[2])
         if _capturing(q):
             raise UserError(f"tasks have no tables for (query heads, KV heads, head dim) {tuple(heads)} yet; "
                             "run once before capturing a CUDA graph")
-        tables = Tables.build(self.inside, self.window, heads, self.device, self.num_sms)
+        tables = Tables.build(self.inside, self.scores.window, heads, self.device, self.num_sms)
         results = ((*q.shape[:2], v.shape[2]), q.dtype), (q.shape[:2], accumulation_dtype(q.dtype))
         gradients = ((x.shape, x.dtype) for x in (q, k, v))
         found = self.kinds[about] = Kind(
-            tables, self.window, softmax_scale(q, None),
+            tables, self.scores, softmax_scale(q, None),
             tuple(new(shape, dtype, q) for shape, dtype in (*results, *gradients)),
             _covered(self.inside.q_begin, self.inside.q_end) < q.shape[0],
             _covered(self.inside.k_begin, self.inside.k_end) < k.shape[0],
-            launches_of(q.device, q.shape, k.shape, v.shape, self.window is not None, tables.tall is not None,
-                        tables.num_sms))
+            launches_of(q.device, q.shape, k.shape, v.shape,
+                        Masks(self.scores.window is not None, self.scores.softcap is not None),
+                        tables.tall is not None, tables.num_sms))
         return found
 
 
@@ -85,8 +87,6 @@ class HopperKernel:
         self, device: torch.device, dtype: torch.dtype, head_dim: int, scores: Scores = PLAIN,
         value_dim: int | None = None,
     ) -> str | None:
-        if (reason := no_softcap(scores)) is not None:
-            return reason
         if device.type != "cuda" or torch.version.hip is not None:
             return f"device is {device}; it is written for NVIDIA's Hopper GPUs (device cuda)"
         major, minor = torch.cuda.get_device_capability(device)
@@ -107,9 +107,14 @@ class HopperKernel:
         return 2 * BLOCK_ROWS, tiles_of(head_dim).backward_keys
 
     def prepare(self, tasks: TaskRows, device: torch.device, scores: Scores = PLAIN) -> HopperTasks:
-        return HopperTasks(tasks, device, scores.window, self.num_sms or multiprocessors(device))
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        return HopperTasks(tasks, device, scores, self.num_sms or multiprocessors(device))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, prepared: HopperTasks, scale: float | None = None) -> Results:
+        if _elsewhere(q):
+            with torch.cuda.device(q.device):
+                return self.forward(q, k, v, prepared, scale)
         kind = prepared.kind(q, k, v)
         scale = kind.scale if scale is None else _positive(scale)
         new_out, new_lse, *_ = kind.new
@@ -122,6 +127,9 @@ class HopperKernel:
         return out, lse
 
     def backward(self, inputs: BackwardInputs, prepared: HopperTasks, scale: float | None = None) -> Gradients:
+        if _elsewhere(inputs.q):
+            with torch.cuda.device(inputs.q.device):
+                return self.backward(inputs, prepared, scale)
         kind = prepared.kind(inputs.q, inputs.k, inputs.v)
         scale = kind.scale if scale is None else _positive(scale)
         _, _, new_dq, new_dk, new_dv = kind.new
@@ -134,6 +142,11 @@ class HopperKernel:
         if kind.tables.num_blocks:
             run_backward(inputs, (dq, dk, dv), kind, scale, torch.are_deterministic_algorithms_enabled())
         return dq, dk, dv
+
+
+def _elsewhere(x: Tensor) -> bool:
+    """Return whether x is on a GPU that is not torch's current one; allocations and launches take the current one."""
+    return x.is_cuda and x.get_device() != torch._C._cuda_getDevice()
 
 
 def _capturing(x: Tensor) -> bool:

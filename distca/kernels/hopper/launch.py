@@ -18,8 +18,8 @@ from torch import Tensor
 from distca.kernels.hopper.buffers import Tables, multiprocessors
 from distca.kernels.hopper.driver import Function, Launch, TensorMap, tensor_map
 from distca.kernels.hopper.tables import BLOCK_ROWS, tokens_per_block
-from distca.kernels.hopper.variants import DIMS_TEXT, TILES, backward_kernels, forward_kernels, tiles_of
-from distca.kernels.interface import BackwardInputs, dims_text
+from distca.kernels.hopper.variants import DIMS_TEXT, TILES, Masks, backward_kernels, forward_kernels, tiles_of
+from distca.kernels.interface import BackwardInputs, Scores, dims_text
 from distca.validation import UserError
 
 PANEL = 64  # columns per tensor copy
@@ -32,7 +32,7 @@ class Kind:
     """Data shared by all calls with the same shapes, for one prepared set of tasks."""
 
     tables: Tables
-    window: int | None
+    scores: Scores
     scale: float  # default
     new: tuple[Callable[[], Tensor], ...]  # allocate out, lse, dq, dk, dv
     leaves_queries: bool  # some queries are in no task
@@ -53,14 +53,16 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kind:
     launch, merge = call
     out_address, lse_address, kv_heads = out.data_ptr(), lse.data_ptr(), launches.kv_heads
     part_sums = part_references = 0
-    table, counter, tiles_at, segments_at, merges_at = tables.forward_numbers
+    table, tiles_at, segments_at, merges_at = tables.forward_numbers
+    counter = tables.counters.address(stream)
     if merge is not None:
         num_rows = tables.num_parts * kv_heads * 2 * BLOCK_ROWS
         workspace = _floats(num_rows * (v.shape[2] + 2), launches.device)
         part_sums = workspace.data_ptr()
         part_references = part_sums + 4 * num_rows * v.shape[2]
-    launch(out_address, lse_address, table, counter, tiles_at, segments_at, kv_heads, scale, kind.window or 0,
-           k_address, k_stride[0], k_stride[1], part_sums, part_references)
+    launch(out_address, lse_address, table, counter, tiles_at, segments_at, kv_heads, scale,
+           kind.scores.softcap or 0.0, kind.scores.window or 0, k_address, k_stride[0], k_stride[1], part_sums,
+           part_references)
     if merge is not None:
         merge(out_address, lse_address, part_sums, part_references, table, merges_at, kv_heads)
 
@@ -75,7 +77,7 @@ def run_backward(
     """
     dout, q, k, v, out, lse = saved
     dq, dk, dv = gradients
-    tables, launches, window = kind.tables, kind.launches, kind.window or 0
+    tables, launches, window, softcap = kind.tables, kind.launches, kind.scores.window or 0, kind.scores.softcap or 0.0
     kept, num_parts = tables.kept, tables.num_parts
     deterministic = deterministic or kept is not None or launches.tiles.dq_apart
     stream = torch._C._cuda_getCurrentRawStream(launches.device_index)
@@ -94,7 +96,8 @@ def run_backward(
     dq_address, dq_sum = dq.data_ptr(), workspace.data_ptr()
     lse_log2 = dq_sum + 4 * num_sums
     delta = lse_log2 + 4 * num_numbers
-    table, counter, items_at, tasks_at, blocks_at = tables.backward_numbers
+    table, items_at, tasks_at, blocks_at = tables.backward_numbers
+    counter = tables.counters.address(stream) + 4
     before(out.data_ptr(), dout.data_ptr(), lse.data_ptr(), lse_log2, delta, num_numbers, dq_sum,
            0 if deterministic else num_sums // 4)
     if kept is not None:
@@ -103,16 +106,17 @@ def run_backward(
         for first in range(0, kv_heads, kept.heads):
             some = first, min(kept.heads, kv_heads - first)
             main(lse_log2, delta, places.data_ptr(), dk.data_ptr(), dv.data_ptr(), table, counter, items_at, tasks_at,
-                 kv_heads, scale, window, kept_table + 4 * pairs_at, kept.num_places, *some)
+                 kv_heads, scale, softcap, window, kept_table + 4 * pairs_at, kept.num_places, *some)
             after(places.data_ptr(), dq_address, kept_table, counter + 4, pairs_at, kv_heads, scale, *some)
         return
     main(lse_log2, delta, dq_sum, dk.data_ptr(), dv.data_ptr(), table, counter, items_at, tasks_at, kv_heads, scale,
-         window, 0, 0, 0, kv_heads)
+         softcap, window, 0, 0, 0, kv_heads)
     if not deterministic:
         after(dq_address, dq_sum, table, blocks_at, kv_heads, scale)
         return
-    table, counter, tiles_at, segments_at, merges_at = tables.dq_numbers
-    after(lse_log2, delta, dq_address, table, counter, tiles_at, segments_at, kv_heads, scale, window, dq_sum)
+    table, tiles_at, segments_at, merges_at = tables.dq_numbers
+    after(lse_log2, delta, dq_address, table, counter + 4, tiles_at, segments_at, kv_heads, scale, softcap, window,
+          dq_sum)
     if merge is not None:
         merge(dq_address, dq_sum, table, merges_at, kv_heads, scale)
 
@@ -126,11 +130,11 @@ class Launches:
     `forward` and `backward` return None if a tensor's strides or alignment allow no tensor map.
     """
 
-    def __init__(self, device: torch.device, q: torch.Size, k: torch.Size, v: torch.Size, windowed: bool, is_tall: bool,
+    def __init__(self, device: torch.device, q: torch.Size, k: torch.Size, v: torch.Size, masks: Masks, is_tall: bool,
                  num_sms: int) -> None:
         self.device, self.device_index = device, device.index
         self.q, self.k, self.v, self.kv_heads, self.num_numbers = q, k, v, k[1], q[0] * q[1]
-        self.windowed, self.is_tall, self.num_sms, self.tiles = windowed, is_tall, num_sms, tiles_of(q[2])
+        self.masks, self.is_tall, self.num_sms, self.tiles = masks, is_tall, num_sms, tiles_of(q[2])
         self.forward = functools.lru_cache(CALLS_KEPT)(self._forward)
         self.backward = functools.lru_cache(CALLS_KEPT)(self._backward)
 
@@ -148,7 +152,7 @@ class Launches:
             _key_map(v, self.v, tile_keys),
             _key_map(v, self.v, 1),
         )
-        kernel, *merge = forward_kernels(self.device, self.q[2], self.q[1] // self.kv_heads, self.windowed, split,
+        kernel, *merge = forward_kernels(self.device, self.q[2], self.q[1] // self.kv_heads, self.masks, split,
                                          self.is_tall)
         return kernel.launch(self.num_sms, stream, *maps), self._merge(merge, stream)
 
@@ -176,7 +180,7 @@ class Launches:
             _key_map(v, self.v, tiles.backward_keys),
             _key_map(v, self.v, 1),
         )
-        before, main, after, *merge = backward_kernels(self.device, self.q[2], group, self.windowed, *mode)
+        before, main, after, *merge = backward_kernels(self.device, self.q[2], group, self.masks, *mode)
         alone = () if not deterministic else maps[4:6] if kept else (
             _query_map(q, self.q, kv_heads), _query_map(dout, dout_shape, kv_heads),
             _key_map(k, self.k, tiles.dq_keys), maps[5], _key_map(v, self.v, tiles.dq_keys), maps[7])

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -32,17 +33,18 @@ class Tiles:
     dq_keys: int = TILE_KEYS  # in the separate dQ kernel
     dq_apart: bool = False  # always use the separate dQ kernel, since atomic adds would be slower
     kept_blocks: int = 0  # blocks of queries in a tile of dQ from kept dS; 0 if that is never faster
-    forward: tuple[str, ...] = ("common.cuh", "forward_softmax.cuh", "forward_copy.cuh", "forward.cu",
+    forward: tuple[str, ...] = ("common.cuh", "softcap.cuh", "forward_softmax.cuh", "forward_copy.cuh", "forward.cu",
                                 "forward_kernel.cu")
-    backward: tuple[str, ...] = ("common.cuh", "backward_tasks.cuh", "backward_copy.cuh", "backward_steps.cuh",
-                                 "backward.cu", "backward_ends.cu")
-    backward_dq: tuple[str, ...] = ("common.cuh", "wide.cuh", "backward_dq.cu")
+    backward: tuple[str, ...] = ("common.cuh", "softcap.cuh", "backward_tasks.cuh", "backward_copy.cuh",
+                                 "backward_steps.cuh", "backward.cu", "backward_ends.cu")
+    backward_dq: tuple[str, ...] = ("common.cuh", "softcap.cuh", "wide.cuh", "backward_dq.cu")
     kept_dq: tuple[str, ...] = ("common.cuh", "wide.cuh", "kept_dq.cu")
 
 
-_WIDE_FORWARD = ("common.cuh", "wide.cuh", "forward_softmax.cuh", "wide_forward.cu", "forward_kernel.cu")
-_WIDE_BACKWARD = ("common.cuh", "wide.cuh", "backward_tasks.cuh", "wide_backward_copy.cuh", "wide_backward.cu",
-                  "backward_ends.cu")
+_WIDE_FORWARD = ("common.cuh", "softcap.cuh", "wide.cuh", "forward_softmax.cuh", "wide_forward.cu",
+                 "forward_kernel.cu")
+_WIDE_BACKWARD = ("common.cuh", "softcap.cuh", "wide.cuh", "backward_tasks.cuh", "wide_backward_copy.cuh",
+                  "wide_backward.cu", "backward_ends.cu")
 
 TILES = {  # by the head dim of queries and keys
     64: Tiles(64, tall_blocks=3, backward_keys=192, backward_blocks=3),
@@ -71,21 +73,32 @@ def _loaded(
     device: torch.device, sources: Sequence[str], defines: dict[str, int], signatures: Signatures
 ) -> list[Function]:
     text = "".join((SOURCES / name).read_text(encoding="utf-8") for name in (INSTRUCTIONS, *sources))
-    with torch.cuda.device(torch.cuda.current_device() if device.index is None else device.index):
+    with torch.cuda.device(device):
         cubin = compile_cubin(text, f"distca/kernels/hopper/cuda/{sources[-1]}", {**defines, "ROWS": BLOCK_ROWS})
         return load_functions(cubin, signatures)
 
 
+class Masks(NamedTuple):
+    """What kernels are compiled for besides the shapes of tensors."""
+
+    windowed: bool
+    capped: bool
+
+    @property
+    def defines(self) -> dict[str, int]:
+        return {"WINDOWED": self.windowed} | ({"SOFTCAP": 1} if self.capped else {})
+
+
 @functools.cache
 def forward_kernels(
-    device: torch.device, head_dim: int, group: int, windowed: bool, split: bool, is_tall: bool
+    device: torch.device, head_dim: int, group: int, masks: Masks, split: bool, is_tall: bool
 ) -> list[Function]:
     """Return the main kernel and, if keys of tiles are split, the kernel that merges parts."""
     tiles = tiles_of(head_dim)
     blocks = tiles.tall_blocks if is_tall else TILE_BLOCKS
     defines = {"D": head_dim, "DV": tiles.value_dim, "KEYS": tiles.forward_keys, "G": group, "BLOCKS": blocks,
-               "WINDOWED": windowed}
-    signatures = {"attention_forward": ("TTTT" "PPPP" "iiifi" "Pqq" "PP", WARPGROUP * (blocks + 1), SHARED_BYTES)}
+               **masks.defines}
+    signatures = {"attention_forward": ("TTTT" "PPPP" "iiiffi" "Pqq" "PP", WARPGROUP * (blocks + 1), SHARED_BYTES)}
     if not split:
         return _loaded(device, tiles.forward, defines, signatures)
     signatures["attention_merge"] = ("PPPPP" "ii", WARPGROUP, 0)
@@ -94,7 +107,7 @@ def forward_kernels(
 
 @functools.cache
 def backward_kernels(
-    device: torch.device, head_dim: int, group: int, windowed: bool, deterministic: bool, split: bool, kept: bool
+    device: torch.device, head_dim: int, group: int, masks: Masks, deterministic: bool, split: bool, kept: bool
 ) -> list[Function]:
     """Return the kernel that runs before the main one, the main one, and the kernels that compute dQ.
 
@@ -102,12 +115,12 @@ def backward_kernels(
     separate kernel is followed by one that merges parts if keys of tiles are split.
     """
     tiles = tiles_of(head_dim)
-    defines = {"D": head_dim, "DV": tiles.value_dim, "G": group, "WINDOWED": windowed}
+    defines = {"D": head_dim, "DV": tiles.value_dim, "G": group, **masks.defines}
     blocks = {"KEYS": tiles.backward_keys, "BLOCKS": tiles.backward_blocks, "WITH_DQ": not deterministic,
               "DS_OUT": kept}
     before, main, write_dq = _loaded(device, tiles.backward, defines | blocks, {
         "attention_delta": ("PPPPP" "qPq", 256, 0),
-        "attention_backward": ("TTTTTTTT" "PPPPPPP" "iiifi" "Piii", WARPGROUP * (tiles.backward_blocks + 1),
+        "attention_backward": ("TTTTTTTT" "PPPPPPP" "iiiffi" "Piii", WARPGROUP * (tiles.backward_blocks + 1),
                                SHARED_BYTES),
         "attention_write_dq": ("PPP" "iif", 256, 0),
     })
@@ -118,7 +131,7 @@ def backward_kernels(
         return [before, main, *_loaded(device, tiles.kept_dq, defines, {
             "attention_kept_dq": ("TT" "PPPP" "iifii", WARPGROUP * (tiles.kept_blocks + 1), SHARED_BYTES)})]
     defines |= {"KEYS": tiles.dq_keys, "TABLE_KEYS": tiles.forward_keys}
-    signatures = {"attention_dq": ("TTTTTT" "PPPPP" "iiifi" "P", 3 * WARPGROUP, SHARED_BYTES)}
+    signatures = {"attention_dq": ("TTTTTT" "PPPPP" "iiiffi" "P", 3 * WARPGROUP, SHARED_BYTES)}
     if not split:
         return [before, main, *_loaded(device, tiles.backward_dq, defines, signatures)]
     signatures["attention_merge_dq"] = ("PPP" "iif", WARPGROUP, 0)

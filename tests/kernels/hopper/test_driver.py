@@ -164,14 +164,19 @@ def test_functions_get_their_shared_memory(driver: SimpleNamespace) -> None:
         load_functions(cubin, {"forward": ("", 128, 300_000)})
 
 
-@pytest.mark.parametrize("has_context", [False, True])
-def test_a_thread_without_a_context_gets_torchs_once(monkeypatch: pytest.MonkeyPatch, has_context: bool) -> None:
+@pytest.mark.parametrize("context_of", [None, 2, 1], ids=["no context", "its context", "another device's"])
+def test_a_thread_gets_its_devices_context_once(monkeypatch: pytest.MonkeyPatch, context_of: int | None) -> None:
     calls: list[str | int] = []
 
     @CFUNCTYPE(c_int, POINTER(c_void_p))
     def get_current(out: Pointer) -> int:
         calls.append("get")
-        out[0] = 5 if has_context else None
+        out[0] = None if context_of is None else 5
+        return 0
+
+    @CFUNCTYPE(c_int, POINTER(c_int))
+    def device_of_context(out: Pointer) -> int:
+        out[0] = 40 + (context_of or 0)
         return 0
 
     @CFUNCTYPE(c_int, POINTER(c_int), c_int)
@@ -190,19 +195,24 @@ def test_a_thread_without_a_context_gets_torchs_once(monkeypatch: pytest.MonkeyP
         return 0
 
     fake = SimpleNamespace(cuCtxGetCurrent=get_current, cuDeviceGet=get_device, cuDevicePrimaryCtxRetain=retain,
-                           cuCtxSetCurrent=set_current)
+                           cuCtxGetDevice=device_of_context, cuCtxSetCurrent=set_current)
     monkeypatch.setattr(cuda_driver, "_driver", lambda: fake)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    current = [2]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
 
     def twice() -> None:
         cuda_driver._bind_context()
         cuda_driver._bind_context()
 
-    for _ in range(2):
-        thread = threading.Thread(target=twice)
+    def of_two_devices() -> None:
+        for current[0] in (3, 3, 4, 3):
+            cuda_driver._bind_context()
+
+    for target in (twice, twice, of_two_devices):
+        thread = threading.Thread(target=target)
         thread.start()
         thread.join()
-    assert calls == (["get", "get"] if has_context else ["get", 142, "get", 142])
+    assert calls == (["get", "get"] if context_of == 2 else ["get", 142, "get", 142]) + ["get", 143, "get", 144]
 
 
 def test_options_name_the_architecture_and_sorted_defines() -> None:

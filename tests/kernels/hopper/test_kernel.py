@@ -23,7 +23,7 @@ from distca.kernels.hopper import launch as hopper_launch
 from distca.kernels.hopper import variants as hopper_variants
 from distca.kernels.hopper.kernel import HopperKernel, HopperTasks
 from distca.kernels.hopper.tables import TILE_BLOCKS
-from distca.kernels.hopper.variants import TILES
+from distca.kernels.hopper.variants import TILES, Masks
 from distca.kernels.interface import BackwardInputs
 from tests.support import hopper_walk
 from tests.support.attention import determinism, task_rows
@@ -110,7 +110,7 @@ def test_each_thread_has_launches_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     kernel: Any = SimpleNamespace(launch=lambda grid, stream, *maps: [grid, stream, *maps])
     monkeypatch.setattr(hopper_launch, "forward_kernels", lambda *_: [kernel])
     q, k = torch.Size([9, 4, 64]), torch.Size([9, 2, 64])
-    launches = hopper_launch.Launches(CPU, q, k, k, False, False, 132)
+    launches = hopper_launch.Launches(CPU, q, k, k, Masks(False, False), False, 132)
     place: Any = False, (16, (256, 64, 1)), (32, (128, 64, 1)), (48, (128, 64, 1))
     first, again, elsewhere, beside = (launches.forward(*whose, *place) for whose in ((1, 5), (1, 5), (2, 5), (1, 6)))
     assert first is not None and again is first

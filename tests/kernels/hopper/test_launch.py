@@ -55,19 +55,19 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("head_dim", TILES)
-@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("scores", [Scores(), Scores(window=100), Scores(softcap=50.0)], ids=["", "window", "softcap"])
 @pytest.mark.parametrize("strided", [False, True])
-def test_kernels_get_what_they_take(ran: list[str], head_dim: int, window: int | None, strided: bool) -> None:
+def test_kernels_get_what_they_take(ran: list[str], head_dim: int, scores: Scores, strided: bool) -> None:
     value_dim = TILES[head_dim].value_dim
     for tasks, split in ((TaskRows.documents([300, 40]), False), (TaskRows.aligned([0], [32], [0], [60_000]), True)):
-        if split and window is not None:
+        if split and scores.window is not None:
             continue
         shapes = ((340, 8, head_dim), (60_000, 2, head_dim), (60_000, 2, value_dim), (340, 8, value_dim))
         q, k, v, dout = (torch.empty(*shape[:2], shape[2] + 1, dtype=torch.bfloat16)[..., :-1] if strided else
                          torch.empty(shape, dtype=torch.bfloat16) for shape in shapes)
         for deterministic in (False, True):
             with determinism(deterministic):
-                prepared = HopperKernel().prepare(tasks, CPU, Scores(window=window))
+                prepared = HopperKernel().prepare(tasks, CPU, scores)
                 out, lse = HopperKernel().forward(q, k, v, prepared)
                 inputs = BackwardInputs(dout, q, k, v, out, lse)
                 HopperKernel().backward(inputs, prepared)

@@ -12,7 +12,7 @@ from distca.kernels.hopper import buffers as hopper_buffers
 from distca.kernels.hopper import kernel as hopper
 from distca.kernels.hopper import launch as hopper_launch
 from distca.kernels.hopper.kernel import HopperKernel
-from distca.kernels.hopper.variants import TILES
+from distca.kernels.hopper.variants import TILES, Masks
 from tests.support import hopper_accuracy as accuracy
 from tests.support import hopper_walk
 
@@ -50,7 +50,7 @@ def test_head_dims_without_tiles_are_refused_by_name(
     refusal = f"head_dim is {dim}{values}; give 64, 128 or 256, or 192 with values of 128"
     assert HopperKernel().supports(torch.device("cuda"), torch.bfloat16, dim, value_dim=value_dim) == refusal
     q, v = (torch.Size((10, 2, size)) for size in (dim, value_dim))
-    launches = hopper_launch.Launches(torch.device("cuda", 0), q, q, v, False, False, 132)
+    launches = hopper_launch.Launches(torch.device("cuda", 0), q, q, v, Masks(False, False), False, 132)
     with pytest.raises(ValueError, match=refusal):
         launches.forward(1, 0, False, *[(0, (1,))] * 3)
     with pytest.raises(ValueError, match=refusal):

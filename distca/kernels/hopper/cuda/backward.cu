@@ -17,10 +17,9 @@
 // otherwise `backward_dq.cu` computes dQ.
 
 INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk, bf16* dv, int half, int kv_heads,
-                    float scale, int window) {
+                    float scale, const Scaling& scaling, int window) {
     const u32 thread = threadIdx.x & 127, warp = thread >> 5, lane = threadIdx.x & 31;
     const int row = half * 64 + 16 * warp + lane / 4;
-    const float scale_log2 = scale * LOG2E;
     const u32 columns = 2 * (lane & 3) * 4;  // bytes to this lane's first column
     const u32 my_values = base + AT_VALUES + half * 64 * 128, my_ds = base + AT_DS + half * 64 * 128;
     unsigned char* kept = reinterpret_cast<unsigned char*>(dq_sum);  // dS, instead of sums
@@ -36,7 +35,7 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
         float s[ROWS / 2], dp[ROWS / 2], dk_sum[D / 2], dv_sum[D / 2];
         static_assert(SUMS == ROWS / 2, "dQ stands where dP or scores were");
         float(&dq)[SUMS] = dp, (&last_dq)[SUMS] = s;
-        u32 ds[ROWS / 4];
+        u32 ds[ROWS / 4], p[ROWS / 4];
         int place;  // offset of this block in dQ's sums
         const bool never = WITH_DQ && left < 0;
         const u32 zero = never ? ~0u : 0;
@@ -59,8 +58,17 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
             return said.x;
         };
         auto finish_scores = [&](int masked, const auto& lse) {
-            exponentiate(s, lse, scale_log2);
-            if (masked) hide(s, load_said(base + AT_BLOCKS + 32 * ring.stage), row, window, lane);
+            const auto hide_unseen = [&](float hidden) {
+                if (masked) hide(s, load_said(base + AT_BLOCKS + 32 * ring.stage), row, window, lane, hidden);
+            };
+            if constexpr (SOFTCAP) {  // p is free: its product has ended
+                cap(s, scaling.tangent);
+                hide_unseen(HIDDEN_TANGENT);
+                exponentiate_capped(s, p, lse, scaling.log2);
+            } else {
+                exponentiate(s, lse, scaling.log2);
+                hide_unseen(0);
+            }
         };
         auto begin_dp = [&] {
             wait(barriers.douts_full(ring.stage), ring.full);
@@ -114,9 +122,8 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
         // Compute dV and dS from the probabilities in s; only dP's product is in flight before, and none after.
         auto middle = [&](bool is_last, bool with_dq, const Ring<2>& due) {
             const u32 douts = base + AT_QUERIES + ring.stage * 2 * ROW_TILE + ROW_TILE;
-            u32 p[ROWS / 4];
             if (!WITH_DQ) wait(barriers.douts_full(ring.stage), ring.full);
-            round_pairs(p, s);
+            if (!SOFTCAP) round_pairs(p, s);
             hold(p);
             hold(dv_sum);
             products_begin();
@@ -270,6 +277,6 @@ extern "C" __global__ void __launch_bounds__(128 * (BLOCKS + 1), 1)
         }
     } else {
         take_registers<BLOCKS == 3 ? 160 : WITH_DQ || DS_OUT ? 240 : 232>();
-        compute(base, barriers, dq_sum, dk, dv, warpgroup - 1, kv_heads, scale, window);
+        compute(base, barriers, dq_sum, dk, dv, warpgroup - 1, kv_heads, scale, {scale, softcap}, window);
     }
 }

@@ -98,14 +98,13 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
     }
 }
 
-// Probabilities of two rows of a lane from their scores, in place; the log-sum-exp is to base 2.
+// Probabilities of two rows of a lane from their scores, in place; the log-sum-exp is to base 2. From tangents of capped
+// scores, probabilities times the cap's slope.
 INLINE void exponentiate(float (&s)[SCORES], float lse0, float lse1, float scale_log2) {
 #pragma unroll
-    for (int i = 0; i < SCORES; i += 4) {
-        s[i] = exp2_fast(s[i] * scale_log2 - lse0);
-        s[i + 1] = exp2_fast(s[i + 1] * scale_log2 - lse0);
-        s[i + 2] = exp2_fast(s[i + 2] * scale_log2 - lse1);
-        s[i + 3] = exp2_fast(s[i + 3] * scale_log2 - lse1);
+    for (int i = 0; i < SCORES; i++) {
+        const float p = exp2_fast(s[i] * scale_log2 - ((i & 2) ? lse1 : lse0));
+        s[i] = SOFTCAP ? p * (1.f - s[i] * s[i]) : p;
     }
 }
 
@@ -122,10 +121,9 @@ INLINE float behind(float x, u32 barrier, u32 parity) {
 }
 
 INLINE void compute(u32 base, const Barriers& barriers, const float* lse, const float* delta, bf16* dq,
-                    float4* part_sums, int half, int kv_heads, float scale, int window) {
+                    float4* part_sums, int half, int kv_heads, float scale, const Scaling& scaling, int window) {
     const u32 warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
     const int row = 16 * warp + lane / 4, token0 = row / G + half * TOKENS, token1 = (row + 8) / G + half * TOKENS;
-    const float scale_log2 = scale * LOG2E;
     const u32 queries = base + AT_QUERIES + half * ROW_TILE, douts = base + AT_DOUTS + half * DOUT_TILE;
     Ring<STAGES> ring;
     Ring<VALUE_STAGES> value_ring;
@@ -154,7 +152,9 @@ INLINE void compute(u32 base, const Barriers& barriers, const float* lse, const 
             const int4 step = load_said(base + AT_STEPS + 16 * stage);
             products_begin();
             issue_rows<DV>(dp, douts, ROW_PANEL, base + AT_VALUES + value_ring.stage * VALUE_TILE, KEY_PANEL);
-            exponentiate(s, lse0, lse1, behind(scale_log2, barriers.values_full(value_ring.stage), value_ring.full));
+            const u32 values_full = barriers.values_full(value_ring.stage);
+            if (SOFTCAP) cap(s, behind(scaling.tangent, values_full, value_ring.full));
+            exponentiate(s, lse0, lse1, SOFTCAP ? scaling.log2 : behind(scaling.log2, values_full, value_ring.full));
             if (step.z) hide_keys(s, 0, step, token0, token1, window, lane);
             products_wait<0>();
             hold(dp);
@@ -207,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                  const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap key_rows,
                  const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap value_rows,
                  const float* lse, const float* delta, bf16* dq, const int* table, u32* counter, int tiles_at,
-                 int segments_at, int kv_heads, float scale, int window, float4* part_sums) {
+                 int segments_at, int kv_heads, float scale, float softcap, int window, float4* part_sums) {
     unsigned char* shared = open_shared(AT_TILES);
     const u32 base = shared_address(shared);
     const Barriers barriers = {base + AT_BARRIERS};
@@ -234,6 +234,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         }
     } else {
         take_registers<232>();
-        compute(base, barriers, lse, delta, dq, part_sums, warpgroup - 1, kv_heads, scale, window);
+        compute(base, barriers, lse, delta, dq, part_sums, warpgroup - 1, kv_heads, scale, {scale, softcap},
+                window);
     }
 }

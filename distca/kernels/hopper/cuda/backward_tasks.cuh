@@ -6,8 +6,8 @@
         const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap key_rows,                     \
         const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap value_rows,                 \
         const float *lse, const float *delta, SUMS, bf16 *dk, bf16 *dv, const int *table, u32 *counter,         \
-        int items_at, int tasks_at, int kv_heads, float scale, int window, const int4 *pairs, int num_places,   \
-        int first_head, int num_heads
+        int items_at, int tasks_at, int kv_heads, float scale, float softcap, int window, const int4 *pairs,    \
+        int num_places, int first_head, int num_heads
 
 struct Maps {
     const TensorMap *queries, *query_rows, *douts, *dout_rows, *keys, *key_rows, *values, *value_rows;
@@ -60,15 +60,15 @@ struct BlockStep {
     }
 };
 
-// Zero the probabilities of keys (rows) that a query (column) does not see.
-INLINE void hide(float (&p)[ROWS / 2], int4 block, int row, int window, u32 lane) {
+// Zero the probabilities of keys (rows) that a query (column) does not see, or set what else stands for them.
+INLINE void hide(float (&p)[ROWS / 2], int4 block, int row, int window, u32 lane, float hidden_number = 0) {
 #pragma unroll
     for (int i = 0; i < ROWS / 2; i++) {
         const int key = row + ((i & 2) ? 8 : 0), column = 8 * (i / 4) + 2 * (lane & 3) + (i & 1);
         const int last = block.x + column / G;
         bool hidden = key > last || key < block.y || key >= block.z || column >= block.w;
         if (WINDOWED) hidden |= key <= last - window;
-        if (hidden) p[i] = 0;
+        if (hidden) p[i] = hidden_number;
     }
 }
 
@@ -82,5 +82,25 @@ INLINE void exponentiate(float (&s)[ROWS / 2], const Lse& lse, float scale_log2)
         s[i + 1] = exp2_fast(s[i + 1] * scale_log2 - less.y);
         s[i + 2] = exp2_fast(s[i + 2] * scale_log2 - less.x);
         s[i + 3] = exp2_fast(s[i + 3] * scale_log2 - less.y);
+    }
+}
+
+// The same from tangents of capped scores: probabilities are rounded to p, and s becomes probabilities times the cap's
+// slope, which dS needs.
+template <typename Lse>
+INLINE void exponentiate_capped(float (&s)[ROWS / 2], u32 (&p)[ROWS / 4], const Lse& lse, float scale_log2) {
+#pragma unroll
+    for (int i = 0; i < ROWS / 2; i += 4) {
+        const float2 less = lse(i);
+        float x[4];
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            x[e] = exp2_fast(s[i + e] * scale_log2 - ((e & 1) ? less.y : less.x));
+            s[i + e] = x[e] * (1.f - s[i + e] * s[i + e]);
+        }
+        u32 pairs[2];
+        round_pairs(pairs, x);
+        p[i / 2] = pairs[0];
+        p[i / 2 + 1] = pairs[1];
     }
 }

@@ -36,6 +36,13 @@ INLINE void load_queries(u32 (&q)[4], u32 queries, int i, u32 warp, u32 lane) {
     load_matrices(q, queries + i / 4 * ROW_PANEL + swizzled(16 * warp + (lane & 15), i % 4 * 2 + (lane >> 4)));
 }
 
+// Two numbers in bf16 times a power of two.
+INLINE u32 multiply_pairs(u32 x, float by) {
+    const u32 factor = __float_as_uint(by) >> 16;
+    asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(x) : "r"(factor | factor << 16));
+    return x;
+}
+
 INLINE void store_zeros(u32 to) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
 }
@@ -72,7 +79,7 @@ INLINE void issue_values(float (&o)[D / 2], const u32 (&p)[32], u32 values) {
 // The iterations of all tiles form one stream: the first scores of a tile are issued with the last values of the
 // previous tile, whose results are written while the other warpgroup's products run.
 INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* out, float* lse, const Parts& parts,
-                    int half, int kv_heads, float scale_log2, int window) {
+                    int half, int kv_heads, const Scaling& scaling, int window) {
     const u32 warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
     const u32 my_queries = base + AT_QUERIES + half * ROW_TILE;
     Ring<SLOTS> slots;
@@ -80,6 +87,7 @@ INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* 
     u32 q[D / 16][4], p[32];
     float s[64], o[D / 2];
     Softmax softmax;
+    const Units units = {scaling, QUERIES_HELD};
     u32 slot;         // of the tile whose sums are in o
     u32 scores_slot;  // of the tile whose scores are in s
     int left;         // iterations left in the tile whose probabilities are in p
@@ -95,7 +103,11 @@ INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* 
         // Data beyond the last row, even NaN, must not count as scores out of range: set it to zero.
         if (QUERIES_HELD) {
 #pragma unroll
-            for (int i = 0; i < D / 16; i++) load_queries(q[i], queries, i, warp, lane);
+            for (int i = 0; i < D / 16; i++) {
+                load_queries(q[i], queries, i, warp, lane);
+#pragma unroll
+                for (int e = 0; SOFTCAP && e < 4; e++) q[i][e] = multiply_pairs(q[i][e], units.by);
+            }
             if (rows < ROWS) {
 #pragma unroll
                 for (int i = 0; i < D / 16; i++)
@@ -146,13 +158,18 @@ INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* 
         key_ring.advance();
         const bool masked = step.w & 1;
         const u32 zero = left >> 31;  // zero, but the compiler cannot know
-        if (masked) softmax.mask(s, step, half, window, warp, lane);
-        if (softmax.lacks_references()) softmax.find_references(s, scale_log2);
-        if (!softmax.exponentiate(s, scale_log2, zero, is_first)) {
+        const auto run = [&](const auto& exponent, float hidden_score) {
+            if (masked) softmax.mask(s, hidden_score, step, half, window, warp, lane);
+            if (softmax.lacks_references()) softmax.find_references(s, exponent);
+            return softmax.exponentiate(s, exponent, zero, is_first);
+        };
+        if (!with_exponents<QUERIES_HELD>(s, scaling, units, run)) {
+            const Line line = {scaling.log2};
             repeat_scores(s, queries, keys, step, zero, not_before(lane));
-            if (masked) softmax.mask(s, step, half, window, warp, not_before(lane));
-            softmax.find_references(s, scale_log2);
-            softmax.exponentiate(s, scale_log2, zero, true);
+            if (SOFTCAP) cap(s, QUERIES_HELD ? units.tangent : scaling.tangent);
+            if (masked) softmax.mask(s, -INFINITE, step, half, window, warp, not_before(lane));
+            softmax.find_references(s, line);
+            softmax.exponentiate(s, line, zero, true);
         }
         hold(s);
         // This branch and the vote on sums keep the exponentials ahead of the wait for values.

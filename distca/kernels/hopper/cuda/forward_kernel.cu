@@ -4,8 +4,8 @@ extern "C" __global__ void __launch_bounds__(128 * (BLOCKS + 1), 1)
     attention_forward(const __grid_constant__ TensorMap queries, const __grid_constant__ TensorMap keys,
                       const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap value_rows, bf16* out,
                       float* lse, const int* table, u32* counter, int tiles_at, int segments_at, int kv_heads,
-                      float scale, int window, const bf16* k, long k_token_stride, long k_head_stride,
-                      float4* part_sums, float2* part_references) {
+                      float scale, float softcap, int window, const bf16* k, long k_token_stride,
+                      long k_head_stride, float4* part_sums, float2* part_references) {
     unsigned char* shared = open_shared(AT_TILES);
     const u32 base = shared_address(shared);
     const Barriers barriers = {base + AT_BARRIERS};
@@ -31,6 +31,6 @@ extern "C" __global__ void __launch_bounds__(128 * (BLOCKS + 1), 1)
     } else {
         take_registers<COMPUTING_REGISTERS>();
         compute(base, barriers, {k, k_token_stride, k_head_stride}, out, lse, {part_sums, part_references},
-                warpgroup - 1, kv_heads, scale * LOG2E, window);
+                warpgroup - 1, kv_heads, {scale, softcap}, window);
     }
 }

@@ -17,20 +17,60 @@ struct Keys {  // as they lie in memory, in numbers
     long token_stride, head_stride;
 };
 
+// Exponents to base 2 of scores, or of tangents of capped scores.
+struct Line {
+    float by;
+
+    INLINE float operator()(float x, float reference) const { return x * by - reference; }
+    INLINE Line depending_on(float x, u32 zero) const { return {depending(by, x, zero)}; }
+};
+
+// Exponents of capped scores in units of which 2 is at most half the cap, up to 2: a polynomial for the tangent with a
+// relative error below 2.3e-5. It decreases without bound for negative scores, so HIDDEN_SCORE has no probability.
+#define HIDDEN_SCORE -1e15f
+
+struct Bend {
+    float by1, by3, by5;
+
+    INLINE Bend(float by1, float by3, float by5) : by1(by1), by3(by3), by5(by5) {}
+    INLINE Bend(float log2, float tangent)
+        : by1(0.999977436f * tangent * log2),
+          by3(-0.331691491f * tangent * tangent * tangent * log2),
+          by5(0.115209699f * tangent * tangent * tangent * tangent * tangent * log2) {}
+    INLINE float operator()(float x, float reference) const {
+        const float y = x * x;
+        return x * ((by5 * y + by3) * y + by1) - reference;
+    }
+    INLINE Bend depending_on(float x, u32 zero) const { return {by1, by3, depending(by5, x, zero)}; }
+};
+
+// The units for Bend. They are a power of two where queries in registers can be multiplied by it, which is exact and
+// saves a product for every score.
+struct Units {
+    float by;       // q·k times this is in these units
+    float tangent;  // a score in these units times this is the argument of the tangent
+
+    INLINE Units(const Scaling& scaling, bool of_queries) : by(4 * scaling.tangent) {
+        if (of_queries) by = 2 * __uint_as_float(__float_as_uint(by) & 0x7F800000);
+        tangent = scaling.tangent / by;
+    }
+};
+
 // Of two rows of a lane.
 struct Softmax {
     float from0 = NONE, from1 = NONE;  // references, scaled to base 2
     float sum0 = 0, sum1 = 0;          // this lane's parts
     float keep0 = 1, keep1 = 1;        // scale for earlier sums if references have moved
 
-    INLINE void mask(float (&s)[SCORES], int4 step, int half, int window, u32 warp, u32 lane) {
+    INLINE void mask(float (&s)[SCORES], float hidden_score, int4 step, int half, int window, u32 warp, u32 lane) {
         const int row = 16 * warp + lane / 4, token0 = row / G + half * TOKENS, token1 = (row + 8) / G + half * TOKENS;
-        hide_keys(s, -INFINITE, step, token0, token1, window, lane);
+        hide_keys(s, hidden_score, step, token0, token1, window, lane);
     }
 
     INLINE bool lacks_references() const { return __any_sync(~0u, from0 == NONE || from1 == NONE); }
 
-    INLINE void find_references(const float (&s)[SCORES], float scale_log2) {
+    template <class Exponent>
+    INLINE void find_references(const float (&s)[SCORES], const Exponent& exponent) {
         float high0 = -INFINITE, high1 = -INFINITE;
 #pragma unroll
         for (int i = 0; i < SCORES; i += 4) {
@@ -42,7 +82,7 @@ struct Softmax {
             high0 = fmaxf(high0, __shfl_xor_sync(~0u, high0, hop));
             high1 = fmaxf(high1, __shfl_xor_sync(~0u, high1, hop));
         }
-        const float new0 = fmaxf(from0, high0 * scale_log2), new1 = fmaxf(from1, high1 * scale_log2);
+        const float new0 = fmaxf(from0, exponent(high0, 0)), new1 = fmaxf(from1, exponent(high1, 0));
         const float by0 = exp2_fast(from0 - new0), by1 = exp2_fast(from1 - new1);
         sum0 *= by0;
         sum1 *= by1;
@@ -53,22 +93,24 @@ struct Softmax {
     }
 
     // Compute exponentials in place and their sums; return false, without sums, if out of range and to be redone.
-    INLINE bool exponentiate(float (&s)[SCORES], float scale_log2, u32 zero, bool is_last_try) {
+    template <class Exponent>
+    INLINE bool exponentiate(float (&s)[SCORES], const Exponent& exponent, u32 zero, bool is_last_try) {
         // By default the compiler schedules all products first, and then the slow special function unit is the
         // bottleneck. So products get a fake dependency (zero bits) on earlier exponentials.
         constexpr int GROUP = D == 64 ? 4 : 8, LAG = D == 64 ? 8 : 12;
-        float add0 = sum0, add1 = sum1, factor0 = scale_log2, factor1 = scale_log2;
+        Exponent exponent0 = exponent, exponent1 = exponent;
+        float add0 = sum0, add1 = sum1;
         float then0[SCORES / 4], then1[SCORES / 4];
 #pragma unroll
         for (int i = 0; i < SCORES; i += 4) {
             if (i >= LAG && i % GROUP == 0) {
-                factor0 = depending(scale_log2, then0[(i - LAG) / 4], zero);
-                factor1 = depending(scale_log2, then1[(i - LAG) / 4], zero);
+                exponent0 = exponent.depending_on(then0[(i - LAG) / 4], zero);
+                exponent1 = exponent.depending_on(then1[(i - LAG) / 4], zero);
             }
-            s[i] = exp2_fast(s[i] * factor0 - from0);
-            s[i + 1] = exp2_fast(s[i + 1] * factor0 - from0);
-            s[i + 2] = exp2_fast(s[i + 2] * factor1 - from1);
-            s[i + 3] = exp2_fast(s[i + 3] * factor1 - from1);
+            s[i] = exp2_fast(exponent0(s[i], from0));
+            s[i + 1] = exp2_fast(exponent0(s[i + 1], from0));
+            s[i + 2] = exp2_fast(exponent1(s[i + 2], from1));
+            s[i + 3] = exp2_fast(exponent1(s[i + 3], from1));
             then0[i / 4] = add0 += s[i] + s[i + 1];
             then1[i / 4] = add1 += s[i + 2] + s[i + 3];
         }
@@ -85,6 +127,23 @@ struct Softmax {
         }
     }
 };
+
+// Call `run` with what makes exponents of s, and the score of keys that a query does not see. With OF_QUERIES scores
+// are in `units` already.
+template <bool OF_QUERIES, class Run>
+INLINE bool with_exponents(float (&s)[SCORES], const Scaling& scaling, const Units& units, const Run& run) {
+    if constexpr (SOFTCAP) {
+        u32 bits = 0;
+#pragma unroll
+        for (int i = 0; i < SCORES; i++) {
+            if (!OF_QUERIES) s[i] *= units.by;
+            bits |= __float_as_uint(s[i]);  // bit 30 is set from 2 on
+        }
+        if (!__any_sync(~0u, bits & 1u << 30)) return run(Bend(scaling.log2, units.tangent), HIDDEN_SCORE);
+        cap(s, units.tangent);
+    }
+    return run(Line{scaling.log2}, -INFINITE);
+}
 
 // Return the factors for a tile's sums, and write the log-sum-exp.
 INLINE float2 finish_sums(float* lse, const Parts& parts, const Softmax& softmax, int4 tile, int half, int kv_heads,

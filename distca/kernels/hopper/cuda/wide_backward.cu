@@ -22,7 +22,8 @@ struct KeyRows {  // memory layout of a tile's keys
 };
 
 // Probabilities and dV.
-INLINE void compute_dv(u32 base, const Barriers& barriers, bf16* dv, int kv_heads, float scale_log2, int window) {
+INLINE void compute_dv(u32 base, const Barriers& barriers, bf16* dv, int kv_heads, const Scaling& scaling,
+                       int window) {
     const u32 thread = threadIdx.x & 127, warp = thread >> 5, lane = threadIdx.x & 31;
     const int row = 16 * warp + lane / 4;
     const u32 columns = 2 * (lane & 3) * 4;  // bytes to this lane's first column
@@ -36,7 +37,7 @@ INLINE void compute_dv(u32 base, const Barriers& barriers, bf16* dv, int kv_head
         const int4 tile = load_said(base + AT_TILE);
         if (tile.z == 0) return;
         float s[SCORES], sums[DV / 2];
-        u32 keys[HELD_KEYS][4], p[SCORES / 2];
+        u32 keys[HELD_KEYS][4], p[SCORES / 2], next_p[SCORES / 2];
         load_rows(keys, base + AT_KEYS, KEY_PANEL, warp, lane);
         if (P_OVER_KEYS)
             sync_named(1, 128);  // all warps have theirs
@@ -51,23 +52,45 @@ INLINE void compute_dv(u32 base, const Barriers& barriers, bf16* dv, int kv_head
             issue_rows<D, HELD_KEYS>(s, base + AT_KEYS, KEY_PANEL, base + AT_QUERIES + query_ring.stage * ROW_TILE,
                                      ROW_PANEL, keys);
         };
+        auto hand_over = [&](const u32(&x)[SCORES / 2]) {
+            wait(barriers.p_empty(p_ring.stage), p_ring.empty());
+#pragma unroll
+            for (int i = 0; i < SCORES / 8; i++)
+                store_shared(base + AT_P + p_ring.stage * P_TILE + (i * 128 + thread) * 16, x[4 * i], x[4 * i + 1],
+                             x[4 * i + 2], x[4 * i + 3]);
+            arrive(barriers.p_full(p_ring.stage));
+            p_ring.advance();
+        };
         auto finish_scores = [&] {
             hold(s);
             const int masked = load_said(base + AT_BLOCKS + 32 * query_ring.stage + 16).x;
             const u32 lse = base + AT_LSE + query_ring.stage * ROWS * 4 + columns;
-            exponentiate(s, [=](int i) { return load_pair(lse + i * 8); }, scale_log2);
-            if (masked) hide(s, load_said(base + AT_BLOCKS + 32 * query_ring.stage), row, window, lane);
+            const auto load_lse = [=](int i) { return load_pair(lse + i * 8); };
+            const auto hide_unseen = [&](float hidden) {
+                if (masked) hide(s, load_said(base + AT_BLOCKS + 32 * query_ring.stage), row, window, lane, hidden);
+            };
+            if constexpr (SOFTCAP) {
+                cap(s, scaling.tangent);
+                hide_unseen(HIDDEN_TANGENT);
+                exponentiate_capped(s, next_p, load_lse, scaling.log2);
+                u32 slopes[SCORES / 2];
+                round_pairs(slopes, s);
+                hand_over(slopes);
+            } else {
+                exponentiate(s, load_lse, scaling.log2);
+                hide_unseen(0);
+            }
             arrive(barriers.queries_empty(query_ring.stage));
         };
-        auto hand_over = [&] {
-            round_pairs(p, s);
-            wait(barriers.p_empty(p_ring.stage), p_ring.empty());
+        auto take_probabilities = [&] {  // with a softcap they have been handed over times the slope
+            if (SOFTCAP) {
 #pragma unroll
-            for (int i = 0; i < SCORES / 8; i++)
-                store_shared(base + AT_P + p_ring.stage * P_TILE + (i * 128 + thread) * 16, p[4 * i], p[4 * i + 1],
-                             p[4 * i + 2], p[4 * i + 3]);
-            arrive(barriers.p_full(p_ring.stage));
-            p_ring.advance();
+                for (int i = 0; i < SCORES / 2; i++)  // products own p until they have ended
+                    asm volatile("mov.b32 %0, %1;" : "=r"(p[i]) : "r"(next_p[i]));
+            } else {
+                round_pairs(p, s);
+                hand_over(p);
+            }
         };
         auto begin_dv = [&] {
             wait(barriers.douts_full(dout_ring.stage), dout_ring.full);
@@ -87,7 +110,7 @@ INLINE void compute_dv(u32 base, const Barriers& barriers, bf16* dv, int kv_head
         begin_scores();
         products_wait<0>();
         finish_scores();
-        hand_over();
+        take_probabilities();
         for (int left = tile.z - 1; left > 0; left--) {
             query_ring.advance();
             begin_scores();
@@ -95,7 +118,7 @@ INLINE void compute_dv(u32 base, const Barriers& barriers, bf16* dv, int kv_head
             products_wait<1>();
             finish_scores();
             finish_dv();
-            hand_over();
+            take_probabilities();
         }
         query_ring.advance();
         if (P_OVER_KEYS) {
@@ -259,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     } else {
         take_registers<240>();
         if (warpgroup == 1)
-            compute_dv(base, barriers, dv, kv_heads, scale * LOG2E, window);
+            compute_dv(base, barriers, dv, kv_heads, {scale, softcap}, window);
         else
             compute_dk(base, barriers, dk, ds, num_places, heads, kv_heads, scale);
     }

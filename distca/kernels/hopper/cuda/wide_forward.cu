@@ -119,13 +119,14 @@ INLINE void quieten(float (&s)[SCORES], int rows, u32 warp, u32 lane) {
 }
 
 INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* out, float* lse, const Parts& parts,
-                    int half, int kv_heads, float scale_log2, int window) {
+                    int half, int kv_heads, const Scaling& scaling, int window) {
     const u32 warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
     const u32 queries = base + AT_QUERIES + half * ROW_TILE;
     Ring<STAGES> key_ring, value_ring;
     u32 turn = 0, p[SCORES / 2];
     float s[SCORES], o[DV / 2];
     Softmax softmax;
+    const Units units = {scaling, false};
     int flags;  // of the iteration whose probabilities are in p
 
     auto tile_said = [&](u32 of_turn) { return load_said(base + AT_TILES + 16 * (2 * half + not_before(of_turn))); };
@@ -148,18 +149,23 @@ INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* 
         key_ring.advance();
         flags = step.w;
         const u32 zero = flags >> 31;  // zero, but the compiler cannot know
-        auto mask = [&] {
-            softmax.mask(s, step, half, window, not_before(warp), not_before(lane));
+        auto mask = [&](float hidden_score) {
+            softmax.mask(s, hidden_score, step, half, window, not_before(warp), not_before(lane));
             const int rows = Block(tile_said(turn), half, kv_heads).rows;
             if (rows < ROWS) quieten(s, rows, not_before(warp), not_before(lane));
         };
-        if (flags & MASKED) mask();
-        if (is_first || softmax.lacks_references()) softmax.find_references(s, scale_log2);
-        if (!softmax.exponentiate(s, scale_log2, zero, is_first)) {
+        const auto run = [&](const auto& exponent, float hidden_score) {
+            if (flags & MASKED) mask(hidden_score);
+            if (is_first || softmax.lacks_references()) softmax.find_references(s, exponent);
+            return softmax.exponentiate(s, exponent, zero, is_first);
+        };
+        if (!with_exponents<false>(s, scaling, units, run)) {
+            const Line line = {scaling.log2};
             repeat_scores(s, queries, keys, step, not_before(warp), not_before(lane));
-            if (flags & MASKED) mask();
-            softmax.find_references(s, scale_log2);
-            softmax.exponentiate(s, scale_log2, zero, true);
+            if (SOFTCAP) cap(s, scaling.tangent);
+            if (flags & MASKED) mask(-INFINITE);
+            softmax.find_references(s, line);
+            softmax.exponentiate(s, line, zero, true);
         }
         hold(s);
         if (flags & LAST) arrive(barriers.queries_empty(half));
