@@ -23,7 +23,7 @@ from distca.kernels.hopper.variants import TALL_GAIN, tiles_of
 from distca.kernels.interface import TaskRows
 
 KEPT_MEMORY = 32                                                 # dS takes at most 1/32 of device memory
-FEW_TILES = 16                                                   # mean key tiles per block up to which dS is kept
+FEW_TILES = 24                                                   # mean key tiles per block up to which dS is kept
 
 
 class Heads(NamedTuple):
