@@ -301,11 +301,11 @@ def trusted(results: Path) -> str:
             f"{' and '.join(map(str, cpu['options']['ranks']))} ranks with a core each (at home, disaggregated, with "
             f"ping-pong, in a pipeline) are predicted within {100 * cpu['median_error']:.1f} % in the median and "
             f"{100 * cpu['worst_error']:.0f} % at worst, from the very step plans that ran and costs measured once "
-            f"({_source('simulator_cpu')}). Ranks that share cores are not predicted so well. All attention calls of "
+            f"({_source('simulator_cpu')}). Ranks that share cores are not predicted so well. Attention calls of "
             f"simulated pools of 64 and 512 GPUs, {len(gpu['measured'])} batches run for real on an H200, forward and "
             f"backward: {100 * charged['median_error']:.1f} % median and {100 * charged['worst_error']:.1f} % worst "
             f"error of what is charged from the shipped tables ({_source('simulator_gpu')}, "
-            "`benchmarks/simulator.py`). Tables and replay are of the kernel before its backward became faster.")
+            "`benchmarks/simulator.py`).")
 
 
 def report_page(results: Path) -> str:

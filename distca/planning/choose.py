@@ -82,8 +82,8 @@ def plan_step(
     """
     ticks = same_phase_ticks(len(layers), len(micro_batches)) if ticks is None else ticks
     if (ticks.num_parts, ticks.num_micro_batches) != (len(layers), len(micro_batches)):
-        raise UserError(f"ticks are of {ticks.num_parts} parts and {ticks.num_micro_batches} micro-batches but layers of "
-                        f"{len(layers)} parts and documents of {len(micro_batches)} micro-batches; make ticks for these")
+        raise UserError(f"ticks have {ticks.num_parts} parts and {ticks.num_micro_batches} micro-batches, layers have "
+                        f"{len(layers)} and documents {len(micro_batches)}; make ticks for these")
     pool = check_pool(speed, ticks.num_stages * num_data)
     if cost is not None:
         cost.check_servers(len(pool))

@@ -82,8 +82,8 @@ class Stage(Protocol):
     def weigh(self, part: int, micro_batch: int, segment: int, *, last: bool) -> None:
         """Compute one segment of a weight unit. `last` marks the part's last unit of a step."""
 
-    def finish(self, *, apart: bool) -> None:
-        """End a step whose head was spread, or whose weight units came `apart`."""
+    def finish(self) -> None:
+        """End a step or an evaluation: its last unit has run."""
 
 
 class _Live(NamedTuple):
@@ -116,12 +116,12 @@ class Pipeline:
         without plans an idle stage serves nothing.
         """
         _Step(self, ticks, plans, forward_only=False).run()
-        if ticks.splits or ticks.spreads_head:
-            self.stage.finish(apart=ticks.splits)
+        self.stage.finish()
 
     def forward_only(self, ticks: Ticks, plans: Sequence[RowPlans]) -> None:
         """Run the forward and head ticks of a step on all stages. Call it under torch.no_grad."""
         _Step(self, ticks, plans, forward_only=True).run()
+        self.stage.finish()
 
 
 class _Step:

@@ -25,6 +25,7 @@ from distca.cost.attention_time import AttentionTime
 from distca.cost.mixed_pool import find_cost, time_of
 from distca.cost.network import find_cluster
 from distca.planning.choose import StepSeconds, plan_step
+from distca.planning.orders import by_work
 from distca.planning.plan import Plan
 from distca.planning.schedule import Ticks, layers_of_stages
 from distca.planning.step import StepPlan, StepSummary
@@ -171,6 +172,8 @@ class Batches:
         documents, after = self.loader.take(position)
         began = time.perf_counter()
         lengths = [np.array([piece.stop - piece.start for piece in pieces]) for pieces in documents]
+        order = by_work(lengths) if self.settings.parallel.pipeline > 1 else range(len(lengths))
+        documents, lengths = [documents[number] for number in order], [lengths[number] for number in order]
         plan = step_plan(lengths, self.settings, self.loader.model, self.loader.world, self._cost, self._topology,
                          speed, self._ticks)
         batch = self._batch(plan, documents, time.perf_counter() - began)
@@ -317,14 +320,12 @@ class StageWork:
         self, part: int, micro_batch: int, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor] | None,
         *, last: bool, apart: bool,
     ) -> None:
-        if not apart:
-            with self.accumulate(last):
-                torch.autograd.backward(outputs, gradients)
-            return
-        assert self.gradients is not None
-        with self.accumulate(last=False), self.gradients.collecting() as unit:
+        last = last and self.gradients is None                   # a head on all stages is reduced when all are done
+        with self.accumulate(last), nullcontext() if self.gradients is None or not apart else (
+                self.gradients.collecting()) as unit:
             torch.autograd.backward(outputs, gradients)
-        self.units[part, micro_batch] = unit
+        if unit is not None:
+            self.units[part, micro_batch] = unit
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         return accumulating(self.decoder, last=last)
@@ -335,11 +336,11 @@ class StageWork:
         if not unit.pairs:
             self.units.pop((part, micro_batch))
 
-    def finish(self, *, apart: bool) -> None:
-        assert self.gradients is not None
-        if apart:
-            self.gradients.deliver()
-        self.gradients.release_head()
+    def finish(self) -> None:
+        if self.gradients is not None:
+            if torch.is_grad_enabled():
+                self.gradients.deliver()
+            self.gradients.release_head()
 
 
 def _joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:

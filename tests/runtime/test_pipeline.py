@@ -212,7 +212,7 @@ def check(step: Step, works: list[list[Work]]) -> None:
     for name, parts in held.items():
         torch.testing.assert_close(torch.stack(parts).sum(0), step.num_steps * gradients[name], rtol=1e-10, atol=1e-10)
     num_units = len(step.documents) * max(1, step.chunks)
-    finals = [*[False] * (num_units - 1), not step.plan().ticks.splits] * step.num_steps
+    finals = [*[False] * (num_units - 1), not step.plan().ticks.spreads_head] * step.num_steps
     assert all(work.finals == finals for work in everyone)
 
 

@@ -137,7 +137,7 @@ class Stage:
         for row in range(self.step.num_nano_batches):
             self.notes.append(Note("linear", (kind, micro_batch, row, "weights")))
 
-    def finish(self, *, apart: bool) -> None:
+    def finish(self) -> None:
         pass
 
     def head(self, micro_batch: int, hidden: torch.Tensor, begin: int) -> torch.Tensor:

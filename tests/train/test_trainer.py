@@ -100,45 +100,76 @@ def test_a_document_that_fills_the_batch_is_one_with_ping_pong(tmp_path: Path) -
 
 def in_micro_batches(folder: Path, ranks: int, **values: Any) -> Settings:
     """The learning rate of a step does not depend on the number of steps."""
-    return small_run(folder, ranks, tokens=384, **{"run__steps": STEPS, "batch__micro_batches": 3,
+    return small_run(folder, ranks, tokens=384, **{"run__steps": STEPS, "batch__micro_batches": 3, "model__layers": 4,
                                                    "optimizer__min_lr_ratio": 1.0, **values})
 
 
 @pytest.fixture(scope="module")
-def alone_in_micro_batches(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Steps of three micro-batches in one process."""
+def alone_in_micro_batches(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, tuple[list[float], list[float]]]:
+    """Losses and norms of steps of three micro-batches in one process, with and without tied embeddings."""
     folder = tmp_path_factory.mktemp("alone")
-    train(in_micro_batches(folder, 1, attention__mode="home"))
-    return losses(folder)
+    train(*(in_micro_batches(folder / f"{tied}", 1, attention__mode="home", model__tied=tied)
+            for tied in (False, True)))
+    return {tied: (losses(folder / f"{tied}"), logged(folder / f"{tied}", "grad_norm")) for tied in (False, True)}
+
+
+def scheduled(schedule: str, **values: Any) -> dict[str, Any]:
+    return {"parallel__schedule": schedule, **values}
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("ranks", "values"), [
-    (2, {}),
-    pytest.param(2, {"batch__ping_pong": False}, marks=SLOW),
-    pytest.param(4, {"model__recompute": "full"}, marks=SLOW),
-    pytest.param(2, {"attention__mode": "home"}, marks=SLOW),
-    pytest.param(4, {"parallel__tensor": 2}, marks=SLOW),
-    pytest.param(4, {"parallel__tensor": 2, "attention__mode": "home", "parallel__fsdp": False}, marks=SLOW),
-    pytest.param(4, {"attention__mode": "per_document_cp", "parallel__fsdp": False}, marks=SLOW),
+@pytest.mark.parametrize(("ranks", "runs"), [
+    (2, [scheduled("auto", model__tied=True), scheduled("same_phase"),
+         scheduled("interleaved_2", batch__ping_pong=False, model__recompute="selective"),
+         scheduled("interleaved_1", model__recompute="full", model__tile_tokens=100, eval__every=4,
+                   eval__fraction=0.2)]),
+    (3, [scheduled("interleaved_2", attention__dedicated=1, model__tied=True)]),
+    pytest.param(2, [scheduled("same_phase", batch__ping_pong=False), scheduled("auto", attention__mode="home"),
+                     scheduled("interleaved_2", model__compile="on", model__tied=True),
+                     scheduled("interleaved_1", model__compile="on", model__recompute="full"),
+                     scheduled("interleaved_2", attention__adapt=True)], marks=SLOW),
+    pytest.param(4, [scheduled("interleaved_2", parallel__tensor=2, model__tied=True),
+                     scheduled("interleaved_1", parallel__tensor=2, parallel__fsdp=False, model__recompute="full"),
+                     scheduled("interleaved_2", parallel__fsdp=False), scheduled("1f1b"),
+                     scheduled("interleaved_2", attention__placement="given", model__recompute="selective"),
+                     scheduled("same_phase", model__recompute="full"), scheduled("same_phase", parallel__tensor=2),
+                     scheduled("auto", parallel__tensor=2, attention__mode="home", parallel__fsdp=False),
+                     scheduled("auto", attention__mode="per_document_cp", parallel__fsdp=False)], marks=SLOW),
+    pytest.param(4, [scheduled("interleaved_1", parallel__pipeline=4, model__tied=True),
+                     scheduled("same_phase", parallel__pipeline=4)], marks=SLOW),
 ])
-def test_the_loss_does_not_depend_on_stages(ranks: int, values: dict[str, Any], alone_in_micro_batches: list[float],
+def test_the_loss_does_not_depend_on_stages(ranks: int, runs: list[dict[str, Any]],
+                                            alone_in_micro_batches: dict[bool, tuple[list[float], list[float]]],
                                             tmp_path: Path) -> None:
-    train(in_micro_batches(tmp_path, ranks, parallel__pipeline=2, **values))
-    curve = losses(tmp_path)
-    assert curve == pytest.approx(alone_in_micro_batches, abs=1e-10)
-    assert curve[-1] < curve[0]
-    assert logged(tmp_path, "bubble_share") == [pytest.approx(1 - 3 / 4)] * STEPS  # 3 micro-batches, 2 stages
-    assert (sum(logged(tmp_path, "served_in_bubbles")) > 0) == ("attention__mode" not in values)
+    train(*(in_micro_batches(tmp_path / f"{number}", ranks, **{"parallel__pipeline": 2, **values})
+            for number, values in enumerate(runs)))
+    for number, values in enumerate(runs):
+        curve, folder = losses(tmp_path / f"{number}"), tmp_path / f"{number}"
+        if not values.get("eval__fraction"):                     # which trains on fewer documents
+            want, norms = alone_in_micro_batches[values.get("model__tied", False)]
+            assert curve == pytest.approx(want, abs=1e-10), values
+            assert logged(folder, "grad_norm") == pytest.approx(norms, rel=1e-8), values
+        assert curve[-1] < curve[0]
+        bubbles, is_shared = logged(folder, "bubble_share"), "attention__mode" not in values
+        if values["parallel__schedule"] in ("same_phase", "1f1b") or not is_shared:
+            stages = values.get("parallel__pipeline", 2)
+            assert bubbles == [pytest.approx(1 - 3 / (3 + stages - 1))] * STEPS
+        else:
+            assert max(bubbles) < (0.2 if "model__tile_tokens" in values else 0.13)  # whose weight gradients fill none
+        assert (sum(logged(folder, "served_in_bubbles")) > 0) == (
+            is_shared and values["parallel__schedule"] != "1f1b"), values
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_a_run_goes_on_with_other_stages(alone_in_micro_batches: list[float], tmp_path: Path) -> None:
-    for pipeline, num_steps in ((2, 4), (1, 8)):                 # as many ranks as stages
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_run_goes_on_with_other_stages(alone_in_micro_batches: dict[bool, tuple[list[float], list[float]]],
+                                         tied: bool, tmp_path: Path) -> None:
+    for pipeline, schedule, num_steps in ((2, "interleaved_2", 3), (1, "auto", 5), (2, "interleaved_1", STEPS)):
         train(in_micro_batches(tmp_path / "log", pipeline, parallel__pipeline=pipeline, run__steps=num_steps,
+                               parallel__schedule=schedule, model__tied=tied,
                                checkpoint__folder=str(tmp_path / "saved")))
-    assert losses(tmp_path / "log") == pytest.approx(alone_in_micro_batches, abs=1e-10)
+    assert losses(tmp_path / "log") == pytest.approx(alone_in_micro_batches[tied][0], abs=1e-10)
 
 
 @pytest.mark.multiprocess
