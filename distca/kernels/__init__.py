@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KERNELS", "Kernel", "Scores", "TaskRows", "choose", "dense_attention", "kernel_named", "merge"]
 
-KERNELS = {  # name -> class, in the order in which kernels are usually fastest
+KERNELS = {  # name -> class, in the order in which kernels are tried on devices that nobody measured
     "hopper": "hopper.kernel.HopperKernel",
     "fa4": "flash.Fa4Kernel",
     "varlen": "flash.VarlenKernel",

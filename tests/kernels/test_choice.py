@@ -110,6 +110,24 @@ def test_a_softcap_is_for_kernels_that_have_it(
         choose("cuda", torch.bfloat16, 256, name="fa4", softcap=30.0)
 
 
+@pytest.mark.parametrize(("capability", "taken", "taken_without_fa4"), [
+    ((8, 0), {64: "varlen", 128: "varlen", 192: "varlen", 256: "varlen"}, {128: "varlen"}),
+    ((9, 0), {64: "hopper", 96: "fa4", 128: "hopper", 192: "fa4", 256: "hopper"}, {96: "varlen", 192: "varlen"}),
+    ((10, 0), {64: "fa4", 128: "fa4", 192: "varlen", 256: "fa4"}, {128: "varlen", 256: "varlen"}),
+    ((12, 0), {64: "fa4", 128: "fa4", 192: "varlen", 256: "varlen"}, {128: "varlen"}),
+])
+def test_what_runs_where_nobody_measured(
+    gpu: SimpleNamespace, capability: tuple[int, int], taken: dict[int, str], taken_without_fa4: dict[int, str]
+) -> None:
+    """By head dim, as the table in docs/design/kernels.md says."""
+    gpu.capability = capability
+    assert {dim: choose("cuda", torch.bfloat16, dim).name for dim in taken} == taken
+    wide_keys = "hopper" if capability == (9, 0) else "sdpa"
+    assert choose("cuda", torch.bfloat16, 192, value_dim=128).name == wide_keys
+    gpu.has_fa4 = False
+    assert {dim: choose("cuda", torch.bfloat16, dim).name for dim in taken_without_fa4} == taken_without_fa4
+
+
 @pytest.mark.parametrize("softcap", [None, 30.0])
 def test_flash_attention_4_is_told_of_the_softcap(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
