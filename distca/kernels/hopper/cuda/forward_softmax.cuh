@@ -25,8 +25,9 @@ struct Line {
     INLINE Line depending_on(float x, u32 zero) const { return {depending(by, x, zero)}; }
 };
 
-// Exponents of capped scores in units of which 2 is at most half the cap, up to 2: a polynomial for the tangent with a
-// relative error below 2.3e-5. It decreases without bound for negative scores, so HIDDEN_SCORE has no probability.
+// Exponents of capped scores, in units in which a score of 2 is at most half the cap. Up to there this polynomial for
+// the tangent has a relative error below 2.3e-5. It falls without bound for negative scores, so HIDDEN_SCORE gets no
+// probability.
 #define HIDDEN_SCORE -1e15f
 
 struct Bend {
@@ -44,8 +45,8 @@ struct Bend {
     INLINE Bend depending_on(float x, u32 zero) const { return {by1, by3, depending(by5, x, zero)}; }
 };
 
-// The units for Bend. They are a power of two where queries in registers can be multiplied by it, which is exact and
-// saves a product for every score.
+// The units for Bend. Where queries are in registers, they are multiplied by a power of two instead of every score:
+// that is exact, and saves an instruction per score.
 struct Units {
     float by;       // q·k times this is in these units
     float tangent;  // a score in these units times this is the argument of the tangent
