@@ -98,8 +98,8 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
     }
 }
 
-// Probabilities of two rows of a lane from their scores, in place; the log-sum-exp is to base 2. From tangents of capped
-// scores, probabilities times the cap's slope.
+// Probabilities of two rows of a lane from their scores, in place; the log-sum-exp is to base 2. With a softcap,
+// probabilities times its slope from the tangents of scores.
 INLINE void exponentiate(float (&s)[SCORES], float lse0, float lse1, float scale_log2) {
 #pragma unroll
     for (int i = 0; i < SCORES; i++) {
