@@ -155,7 +155,8 @@ def test_the_loss_does_not_depend_on_stages(ranks: int, runs: list[dict[str, Any
             stages = values.get("parallel__pipeline", 2)
             assert bubbles == [pytest.approx(1 - 3 / (3 + stages - 1))] * STEPS
         else:
-            assert max(bubbles) < (0.2 if "model__tile_tokens" in values else 0.13)  # whose weight gradients fill none
+            few = "model__tile_tokens" in values or "parallel__pipeline" in values  # idle ticks are filled, or stages
+            assert max(bubbles) < (0.35 if few else 0.13)
         assert (sum(logged(folder, "served_in_bubbles")) > 0) == (
             is_shared and values["parallel__schedule"] != "1f1b"), values
 
