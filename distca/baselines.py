@@ -16,6 +16,7 @@ import numpy as np
 
 from distca.cost.attention_time import AttentionTime
 from distca.planning.plan import Plan, max_over_mean, server_work
+from distca.planning.schedule import Ticks
 from distca.planning.step import MicroBatch, StepPlan, step_among_data_ranks
 from distca.planning.tasks import tasks_at_home
 from distca.spec import ModelShape
@@ -52,16 +53,20 @@ def fixed_rows(micro_batches: Sequence[np.ndarray], replicas: int) -> list[Layou
 
 
 def step_of_groups(
-    rows: Sequence[Layout], cut: Cut, model: ModelShape, *, cp: int, layers: Sequence[int], tp: int = 1
+    rows: Sequence[Layout], cut: Cut, model: ModelShape, *, cp: int, layers: Sequence[int], tp: int = 1,
+    ticks: Ticks | None = None,
 ) -> StepPlan:
-    """Plan a step of groups: `rows[m]` is micro-batch m with one row per replica, which `cut` divides over cp ranks."""
+    """Plan a step of groups: `rows[m]` is micro-batch m with one row per replica, which `cut` divides over cp ranks.
+
+    Stages run in the order of `ticks`, by default 1F1B.
+    """
     check_whole("cp", cp, remedy="give the number of ranks of a context-parallel group, 1 or more")
     packed = []
     for row in rows:
         layout = cut(row, cp) if cp > 1 else row
         packed.append(MicroBatch(layout.lengths, (NanoBatch(layout, np.arange(layout.num_documents)),)))
     return step_among_data_ranks(packed, lambda layout: at_home(layout, model, tp=tp), model, layers=layers, tp=tp,
-                                 gather_ranks=cp)
+                                 gather_ranks=cp, ticks=ticks)
 
 
 def per_sequence_layout(layout: Layout, cp: int) -> Layout:

@@ -153,6 +153,7 @@ class ClusterShape:
     inter_node_latency_seconds: float
     nodes_per_pod: int = 0       # plans avoid traffic between pods first; 0: one pod
     inter_pod_bandwidth: float = 0.0  # bytes/s one way per GPU between pods; 0: as between nodes
+    host_bandwidth: float = 50e9  # bytes/s one way between a GPU and host memory; PCIe 5.0 reaches about 50 GB/s
 
     def ranks_per_node(self, tp: int = 1) -> int:
         """Return the number of tensor-parallel groups on a node."""
@@ -178,9 +179,11 @@ CLUSTERS = {
     for cluster in (
         ClusterShape("dgx-h200", "H200", 8, 989e12, 754e12, 550e12, 141e9, 4.8e12, 450e9, 50e9, 2e-6, 6e-6),
         ClusterShape("dgx-h100", "H100", 8, 989e12, 754e12, 550e12, 80e9, 3.35e12, 450e9, 50e9, 2e-6, 6e-6),
-        ClusterShape("dgx-a100", "A100", 8, 312e12, 238e12, 174e12, 80e9, 2.04e12, 300e9, 25e9, 2e-6, 6e-6),
+        ClusterShape("dgx-a100", "A100", 8, 312e12, 238e12, 174e12, 80e9, 2.04e12, 300e9, 25e9, 2e-6, 6e-6,
+                     host_bandwidth=25e9),
         ClusterShape("dgx-b200", "B200", 8, 2250e12, 1715e12, 1251e12, 180e9, 8e12, 900e9, 50e9, 2e-6, 6e-6),
-        ClusterShape("gb200-nvl72", "GB200", 72, 2500e12, 1906e12, 1390e12, 186e9, 8e12, 900e9, 50e9, 2e-6, 6e-6),
+        ClusterShape("gb200-nvl72", "GB200", 72, 2500e12, 1906e12, 1390e12, 186e9, 8e12, 900e9, 50e9, 2e-6, 6e-6,
+                     host_bandwidth=200e9),
     )
 }
 

@@ -29,11 +29,12 @@ from distca.cli.options import (
 from distca.corpus.lengths import Reading
 from distca.cost.mixed_pool import find_cost
 from distca.cost.network import find_cluster
+from distca.cost.work import RECOMPUTE
 from distca.models import model_named
 from distca.report.figures import ReportData, Timeline, comparison_page, ours_and_best_baseline, strategies_of, verdict
 from distca.report.render import print_comparison
 from distca.simulate.execute import Step
-from distca.simulate.setting import settings
+from distca.simulate.setting import parse_memory, settings
 from distca.simulate.strategies import NAMES
 from distca.simulate.sweep import Comparison, Outcome, Question, compare, replay
 from distca.spec import CLUSTERS
@@ -66,6 +67,10 @@ def simulate_command(
         "Sequences per step; as many as give each data rank 64K tokens of a micro-batch.")] = None,
     micro_batches: Annotated[str | None, typer.Option(
         help="1, or two per pipeline stage; with several, as in 8,16, each strategy keeps its best.")] = None,
+    recompute: Annotated[str, typer.Option(
+        help=f"What backward recomputes: {', '.join(RECOMPUTE)} (to the host), or auto: as little as fits.")] = "auto",
+    memory: Annotated[str | None, typer.Option(
+        help="The most that our orders may keep: live micro-batches, as in 4, or bytes of a GPU, as in 60GB.")] = None,
     seed: Annotated[int, typer.Option(help="Of the sampled batches.")] = 0,
     workers: Annotated[int | None, typer.Option(help="Processes; as many as there are cores.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
@@ -87,7 +92,8 @@ def simulate_command(
         grid = settings(
             model_named(model), find_cluster(cluster), gpus=gpus, tp=tp, pp=counts("pp", pp), sequences=sequences,
             context=default_context(source) if context is None else context,
-            micro_batches=None if micro_batches is None else counts("micro_batches", micro_batches))
+            micro_batches=None if micro_batches is None else counts("micro_batches", micro_batches),
+            recompute=recompute, memory=parse_memory(memory))
         names = NAMES if strategies == "all" else tuple(name.strip() for name in strategies.split(","))
         question = Question(grid, names, source, find_cost(cost), tolerance, batches, seed)
         if note := question.costs(grid[0]).attention.note:

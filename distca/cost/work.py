@@ -116,18 +116,24 @@ def head_flops(tokens: Number, model: ModelShape, tp: int = 1) -> Number:
     return tokens * (2 * model.hidden * -(-model.vocab // tp))
 
 
-def activation_bytes(tokens: Number, model: ModelShape, tp: int = 1) -> Number:
-    """Count the bytes that one layer keeps for its backward, without recomputation, in bf16.
+RECOMPUTE = ("none", "selective", "full", "offload")  # what backward recomputes, from the most memory to the least
 
-    Counted: the inputs and outputs of both norms (sharded over tp, as sequence parallelism does), Q, K, V and the
-    attention output, gate, up and their product in the feed-forward, and the float32 log-sum-exp. Not counted: score
-    matrices (never stored), the logits, and what an attention server stores for others.
+
+def activation_bytes(tokens: Number, model: ModelShape, tp: int = 1, recompute: str = "none") -> Number:
+    """Count the bytes that one layer keeps for its backward, in bf16.
+
+    `none`: the inputs and outputs of both norms (sharded over tp, as sequence parallelism does), Q, K, V and the
+    attention output, gate, up and their product in the feed-forward, and the float32 log-sum-exp. `selective`: all
+    matrix products and the layer's input, so only the product of gate and up is recomputed. `full`: the layer's input
+    and attention's inputs and outputs. `offload`: its input, attention's output and log-sum-exp, in host memory. Not
+    counted: score matrices (never stored), the logits, and what an attention server stores for others.
     """
-    norms = 4 * -(-model.hidden // tp) * BF16_BYTES
-    attention = model.q_token_bytes(tp) + model.kv_token_bytes(tp) + model.out_token_bytes(tp) + (
-        model.lse_token_bytes(tp))
-    feed_forward = round(3 * feed_forward_width(model, tp) * BF16_BYTES)
-    return tokens * (norms + attention + feed_forward)
+    hidden, width = -(-model.hidden // tp) * BF16_BYTES, feed_forward_width(model, tp) * BF16_BYTES
+    out = model.out_token_bytes(tp) + model.lse_token_bytes(tp)
+    attention = model.q_token_bytes(tp) + model.kv_token_bytes(tp) + out
+    return tokens * {"none": 4 * hidden + attention + round(3 * width),
+                     "selective": 4 * hidden + attention + round(2 * width),  # input, a norm's output, two products
+                     "full": hidden + attention, "offload": hidden + out}[recompute]
 
 
 def backward_bytes(

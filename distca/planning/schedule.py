@@ -96,18 +96,19 @@ class Ticks:
         """Return the indices of forward ticks; raise if a tick mixes phases."""
         return np.flatnonzero([self.active[tick].any() and not self.phase(tick) for tick in range(self.num_ticks)])
 
-    def alive(self, size: np.ndarray) -> np.ndarray:
+    def alive(self, size: np.ndarray, recomputed: np.ndarray | None = None) -> np.ndarray:
         """[stages, …] Return the peak of `size` [parts, micro-batches, …] over what a stage keeps for backward.
 
-        A part is kept from its forward to its backward, or to its weight unit if that comes apart.
+        A part is kept from its forward to its backward. If its weight unit comes apart, it is kept until that, from
+        backward on with size `recomputed`, by default the same.
         """
         change = np.zeros((self.num_ticks, self.num_stages, *size.shape[2:]), dtype=size.dtype)
-        ends = self.weight if self.splits else np.where(self.backward, self.micro_batch, IDLE)
-        parts = self.weight_part if self.splits else self.part
-        begins = np.where(self.backward, IDLE, self.micro_batch)
-        for number, part, sign in ((begins, self.part, 1), (ends, parts, -1)):
+        later = (size if recomputed is None else recomputed) if self.splits else np.zeros_like(size)
+        begins, ends = (np.where(self.backward == phase, self.micro_batch, IDLE) for phase in (False, True))
+        for number, part, grows in ((begins, self.part, size), (ends, self.part, later - size),
+                                    (self.weight, self.weight_part, -later)):
             tick, stage = np.nonzero(number != IDLE)
-            np.add.at(change, (tick, stage), sign * size[part[tick, stage], number[tick, stage]])
+            np.add.at(change, (tick, stage), grows[part[tick, stage], number[tick, stage]])
         return np.asarray(np.cumsum(change, axis=0).max(axis=0))
 
     def peak_live(self) -> np.ndarray:

@@ -14,7 +14,7 @@ import numpy as np
 from distca.cost.network import MeasuredNetwork
 from distca.planning.plan import Plan, PlanSummary
 from distca.planning.tasks import tasks_at_home
-from distca.simulate.costs import Memory
+from distca.simulate.memory import Memory
 from distca.simulate.strategies import BOUND, STRATEGIES
 from distca.simulate.sweep import Comparison, Outcome
 from distca.trace import StepTrace

@@ -34,7 +34,7 @@ from distca.report.figures import (
     seconds_text,
 )
 from distca.report.timeline import MAX_SPANS, timeline_payload
-from distca.simulate.costs import Memory
+from distca.simulate.memory import Memory
 from distca.trace import LANES
 
 LIBRARY = "plotly-cartesian-4.1.1.min.js"  # the partial bundle: a third of the whole in bytes and in time to start

@@ -6,11 +6,10 @@ them. Tensor-parallel traffic (sequence parallelism: an all-gather before and a 
 layer) overlaps chunk by chunk with the products that make or use it: the longer of the two counts, and one chunk of the
 shorter. It is the same for all strategies and stays on the computing stream.
 
-Memory is the peak over the step. Weights stay in bf16 on every rank of a stage; the float32 master copy and Adam's
-moments are sharded over its data ranks. Float32 gradients are sharded too if a step is one micro-batch, and whole
-otherwise. Activations are kept from forward to backward, without recomputation, and so are the keys that a
-context-parallel group gathers. Exchange buffers live for one layer, two at a time under ping-pong. A dedicated server
-has only buffers.
+What backward recomputes is charged in backward, before dX. `selective` recomputes only element-wise operations, at the
+memory's bandwidth; `full` all matrix products but the last of the feed-forward, whose output nothing needs; `offload`
+all of them, and Q, K, V twice (for attention and for their own backward). Attention is never recomputed: its output is
+kept. Offloaded activations travel over the host link beside a layer's computation: the longer of the two counts.
 """
 
 from __future__ import annotations
@@ -26,14 +25,18 @@ import numpy as np
 from distca.cost.attention_time import AttentionTime
 from distca.cost.mixed_pool import Cost, MixedPool, time_of
 from distca.cost.network import Network
-from distca.cost.work import activation_bytes, head_flops, layer_parameters, linear_flops, qkv_parameters
-from distca.planning.schedule import Ticks
-from distca.simulate.setting import Setting
-from distca.spec import BF16_BYTES, FLOAT32_BYTES, MAX_RATE, ClusterShape, ModelShape, cluster_named
+from distca.cost.work import (
+    activation_bytes,
+    feed_forward_width,
+    head_flops,
+    layer_parameters,
+    linear_flops,
+    qkv_parameters,
+)
+from distca.spec import BF16_BYTES, MAX_RATE, ClusterShape, ModelShape, cluster_named
 from distca.validation import UserError, check_number
 
 TABLE_CLUSTER = "dgx-h200"  # the machine of the shipped table; other clusters scale from it
-ADAM_BYTES = 12             # float32 master weight and two moments of a parameter
 OPTIMIZER_TRAFFIC = 32      # bytes of memory traffic per parameter: gradient in, state and weight in and out
 FREE = Network(1, inf, inf, 0.0, 0.0)
 
@@ -51,6 +54,8 @@ class Costs:
     ranks_per_node: int             # pool ranks
     linear_flops_per_second: tuple[float, float]  # forward, backward
     memory_bandwidth: float
+    host_bandwidth: float
+    recompute: str = "none"         # see `cost.work.RECOMPUTE`
 
     @classmethod
     def of(cls, model: ModelShape, cluster: ClusterShape, tp: int, cost: Cost) -> Costs:
@@ -68,7 +73,7 @@ class Costs:
         scale = base.attention_flops_per_second / cluster.attention_flops_per_second
         network = Network.measured(table, cluster)
         return cls(model, tp, _attention_time(cost, model, tp, scale), network, network, network,
-                   cluster.ranks_per_node(tp), rates, cluster.memory_bandwidth)
+                   cluster.ranks_per_node(tp), rates, cluster.memory_bandwidth, cluster.host_bandwidth)
 
     @property
     def ranks_per_pod(self) -> int:
@@ -90,14 +95,38 @@ class Costs:
         """Seconds of a layer's linear part before and after its attention, proportional to the tokens.
 
         Backward is two products per weight; with `weights` False it is dX alone, with True dW alone, whose operands
-        are on the GPU already: TP traffic belongs to dX.
+        are on the GPU already: TP traffic, recomputation and offloading belong to dX.
         """
         model, tp = self.model, self.tp
-        whole, qkv = np.asarray(linear_flops(1.0, model, tp)), 2 * qkv_parameters(model, tp)
+        whole, qkv = float(linear_flops(1.0, model, tp)), 2 * qkv_parameters(model, tp)
         rate = self.linear_flops_per_second[backward] / (2.0 if backward and weights is None else 1.0)
         collective = self._tp_seconds(tokens) * (not weights)
-        return (_overlapped(tokens * (qkv / rate), collective, tp),
-                _overlapped(tokens * ((whole - qkv) / rate), 3 * collective, tp))
+        before, behind = (_overlapped(tokens * (qkv / rate), collective, tp),
+                          _overlapped(tokens * ((whole - qkv) / rate), 3 * collective, tp))
+        if weights:
+            return before, behind
+        if backward:
+            again = self._recompute_seconds(tokens, qkv, whole - qkv)
+            before, behind = before + again[0], behind + again[1]
+        if self.recompute == "offload":
+            host = activation_bytes(tokens, model, tp, "offload") / self.host_bandwidth
+            behind = np.maximum(behind, host - before)
+        return before, behind
+
+    def _recompute_seconds(self, tokens: np.ndarray, qkv: float, rest: float) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of what backward recomputes before and after attention; `qkv` and `rest` are forward FLOPs."""
+        model, tp, rate, collective = self.model, self.tp, self.linear_flops_per_second[0], self._tp_seconds(tokens)
+        width = feed_forward_width(model, tp)
+        if self.recompute == "full":                             # all but the last product and its reduce-scatter
+            return (_overlapped(tokens * (qkv / rate), collective, tp),
+                    _overlapped(tokens * ((rest - 2 * model.hidden * width) / rate), 2 * collective, tp))
+        if self.recompute == "offload":
+            return (2 * _overlapped(tokens * (qkv / rate), collective, tp),
+                    _overlapped(tokens * (rest / rate), 3 * collective, tp))
+        moved = 0.0                                              # bytes per token
+        if self.recompute == "selective":                        # add and norm: 5 passes; gate, up in and product out
+            moved = (5 * model.hidden / tp + 3 * width) * BF16_BYTES
+        return np.zeros_like(tokens, dtype=np.float64), tokens * (moved / self.memory_bandwidth)
 
     def head_seconds(self, tokens: np.ndarray, backward: bool) -> np.ndarray:
         """Seconds of the output head, proportional to the tokens."""
@@ -155,90 +184,3 @@ def _attention_time(cost: Cost, model: ModelShape, tp: int, scale: float) -> Att
 def _overlapped(compute: np.ndarray, travel: np.ndarray, chunks: int) -> np.ndarray:
     """Seconds of two streams that overlap chunk by chunk: the longer one, and one chunk of the shorter."""
     return np.asarray(np.maximum(compute, travel) + np.minimum(compute, travel) / chunks)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Memory:
-    """Bytes on each GPU of every pool rank."""
-
-    states: np.ndarray        # [ranks] weights, gradients, optimizer
-    activations: np.ndarray   # [ranks]
-    gathered_kv: np.ndarray   # [ranks]
-    buffers: np.ndarray       # [ranks]
-
-    @property
-    def total(self) -> np.ndarray:
-        return self.states + self.activations + self.gathered_kv + self.buffers
-
-    @property
-    def peak(self) -> float:
-        return float(self.total.max())
-
-
-def memory(
-    costs: Costs, layers: Sequence[int], ticks: Ticks, tokens: np.ndarray, *, gather_ranks: int = 1,
-    buffers: np.ndarray | None = None,
-) -> Memory:
-    """Memory of a step with [micro-batches, data ranks] tokens; groups of `gather_ranks` ranks gather their keys."""
-    num_data, stages = tokens.shape[1], ticks.num_stages
-    held = np.zeros(stages * num_data) if buffers is None else buffers
-    of_stages = np.bincount(ticks.stage_of, weights=layers, minlength=stages)
-    states = np.broadcast_to(state_bytes(costs, of_stages, num_data, len(tokens), ticks.spreads_head)[:, None],
-                             (stages, num_data))
-    live = activation_bytes(peak_live(ticks, layers, tokens), costs.model, costs.tp)
-    gathered = np.zeros_like(live)
-    if gather_ranks > 1:
-        groups = np.repeat(tokens.reshape(len(tokens), -1, gather_ranks).sum(axis=2), gather_ranks, axis=1)
-        gathered = peak_live(ticks, layers, groups) * costs.model.kv_token_bytes(costs.tp)
-    states, live, gathered = (np.append(part.ravel(), np.zeros(len(held) - part.size))  # dedicated servers follow
-                              for part in (states, live, gathered))
-    return Memory(states, live, gathered, held)
-
-
-def state_bytes(
-    costs: Costs, layers: Sequence[int] | np.ndarray, num_data: int, num_micro_batches: int, spreads_head: bool = False
-) -> np.ndarray:
-    """[stages] bytes of weights, gradients and optimizer on one GPU; a head on all stages is sharded over them too."""
-    gradients = FLOAT32_BYTES / (num_data if num_micro_batches == 1 else 1)
-    parameters = costs.stage_parameters(layers, spreads_head)
-    head = costs.model.hidden * costs.model.vocab / costs.tp * (1 - 1 / len(parameters)) if spreads_head else 0.0
-    return parameters * (BF16_BYTES + gradients) + (parameters - head) * (ADAM_BYTES / num_data)
-
-
-def peak_live(ticks: Ticks, layers: Sequence[int], tokens: np.ndarray) -> np.ndarray:
-    """[stages, data ranks] peak of tokens times layers whose activations are kept, for [micro-batches, data ranks]."""
-    return ticks.alive(np.array(layers, dtype=np.float64)[:, None, None] * tokens)
-
-
-def check_holds_model(setting: Setting, costs: Costs) -> None:
-    """Refuse a cluster whose GPUs cannot hold their share of the model."""
-    needed, there = float(_states(setting, costs).max()), setting.cluster.memory_bytes
-    if needed >= there:
-        raise UserError(
-            f"cluster {setting.cluster.name!r} cannot hold {setting.model.name!r}: weights, gradients and optimizer "
-            f"need {needed / 1e9:.0f} GB of each GPU's {there / 1e9:.0f} GB; give more --gpus, or a larger "
-            "--tp or --pp")
-
-
-def check_holds_step(setting: Setting, costs: Costs) -> None:
-    """Refuse a step whose activations do not fit even with equal tokens per rank and the live micro-batches of 1F1B."""
-    stages_behind = setting.pp - np.arange(setting.pp)
-    alive = setting.tokens_per_rank * np.minimum(stages_behind, setting.num_micro_batches)
-    room = max_live_tokens(setting, costs)
-    tightest = int((room - alive).argmin())
-    if alive[tightest] > room[tightest]:
-        raise UserError(
-            f"a step of {setting.num_tokens} tokens does not fit {setting.gpus} GPUs of "
-            f"{setting.cluster.memory_bytes / 1e9:.0f} GB: {alive[tightest]} tokens of activations are alive on each "
-            f"and {room[tightest]:.0f} fit; give fewer --sequences or a shorter --context, more "
-            "--gpus, or a larger --tp")
-
-
-def max_live_tokens(setting: Setting, costs: Costs) -> np.ndarray:
-    """[stages] tokens of activations that fit a GPU beside its states."""
-    room = setting.cluster.memory_bytes - _states(setting, costs)
-    return room / (np.array(setting.layers) * float(activation_bytes(1, setting.model, setting.tp)))
-
-
-def _states(setting: Setting, costs: Costs) -> np.ndarray:
-    return state_bytes(costs, setting.layers, setting.num_data, setting.num_micro_batches)

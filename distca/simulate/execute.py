@@ -22,7 +22,8 @@ from distca.planning.schedule import IDLE
 from distca.planning.step import NO_CALL, StepPlan
 from distca.simulate.calls import Calls, PlanCosts, PlanSet
 from distca.simulate.clock import NIC, AllToAll, Clock
-from distca.simulate.costs import Costs, Memory, memory
+from distca.simulate.costs import Costs
+from distca.simulate.memory import Memory, memory
 from distca.spec import BF16_BYTES, FLOAT32_BYTES, ClusterShape, ModelShape
 from distca.trace import StepTrace
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import gcd, lcm
+from math import gcd, inf, lcm, nan
 
+from distca.cost.work import RECOMPUTE
 from distca.planning.schedule import layers_of_stages
-from distca.spec import ClusterShape, ModelShape
-from distca.validation import UserError, check_whole
+from distca.spec import ClusterShape, ModelShape, unknown_name
+from distca.validation import UserError, check_number, check_whole, short
 from distca.workload.documents import MAX_LENGTH
 
 TOKENS_PER_RANK = 65_536  # of a micro-batch, if the context and the number of data ranks allow it
@@ -21,6 +22,7 @@ MAX_GPUS = 65_536
 MAX_MICRO_BATCHES = 4_096
 MAX_SLOTS = 2**21         # pool ranks times micro-batches
 NANO_BATCHES = 2          # ping and pong: rows are cut in halves
+LEAST_BYTES = 1e6         # a memory from here on is in bytes, below in micro-batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +35,16 @@ class Setting:
     context: int
     sequences_per_micro_batch: int
     num_micro_batches: int
+    recompute: str = "auto"   # one of `cost.work.RECOMPUTE`; auto: the fastest that fits
+    memory: float = 0.0       # the most that our orders may keep, in live micro-batches or bytes; 0: all of a GPU's
 
     def __post_init__(self) -> None:
         for field in ("gpus", "tp", "pp", "context", "sequences_per_micro_batch", "num_micro_batches"):
             check_whole(field, getattr(self, field))
         self.model.kv_heads_per_rank(self.tp)
+        if self.recompute not in ("auto", *RECOMPUTE):
+            raise unknown_name("recompute", self.recompute, ("auto", *RECOMPUTE))
+        check_number("memory", self.memory, least=0)
         if self.gpus % (self.tp * self.pp):
             nearest = max(self.gpus // (self.tp * self.pp), 1) * self.tp * self.pp
             raise UserError(f"gpus is {self.gpus}, not a multiple of tp {self.tp} times pp {self.pp}; give --gpus "
@@ -67,6 +74,21 @@ class Setting:
         return layers_of_stages(self.model.num_layers, self.pp)
 
     @property
+    def modes(self) -> tuple[str, ...]:
+        """What backward may recompute, from the most memory to the least."""
+        return RECOMPUTE if self.recompute == "auto" else (self.recompute,)
+
+    @property
+    def max_alive(self) -> float:
+        """The most micro-batches that our orders may keep alive."""
+        return self.memory if 0 < self.memory < LEAST_BYTES else inf
+
+    @property
+    def max_bytes(self) -> float:
+        """The most bytes that our orders may keep on a GPU."""
+        return min(self.cluster.memory_bytes, self.memory if self.memory >= LEAST_BYTES else inf)
+
+    @property
     def num_sequences(self) -> int:
         return self.sequences_per_micro_batch * self.num_micro_batches
 
@@ -82,16 +104,18 @@ class Setting:
 
 def setting(
     model: ModelShape, cluster: ClusterShape, *, gpus: int, context: int, tp: int = 8, pp: int = 1,
-    sequences: int | None = None, micro_batches: int | None = None,
+    sequences: int | None = None, micro_batches: int | None = None, recompute: str = "auto", memory: float = 0.0,
 ) -> Setting:
     """Make one setting; see `settings` for the defaults."""
     return settings(model, cluster, gpus=gpus, context=context, tp=tp, pp=(pp,), sequences=sequences,
-                    micro_batches=None if micro_batches is None else (micro_batches,))[0]
+                    micro_batches=None if micro_batches is None else (micro_batches,), recompute=recompute,
+                    memory=memory)[0]
 
 
 def settings(
     model: ModelShape, cluster: ClusterShape, *, gpus: int, context: int, tp: int = 8, pp: Sequence[int] = (1,),
-    sequences: int | None = None, micro_batches: Sequence[int] | None = None,
+    sequences: int | None = None, micro_batches: Sequence[int] | None = None, recompute: str = "auto",
+    memory: float = 0.0,
 ) -> tuple[Setting, ...]:
     """Make settings of the same step for every pipeline degree and number of micro-batches.
 
@@ -122,5 +146,20 @@ def settings(
         if sequences % count:
             raise UserError(f"sequences is {sequences}, not a multiple of the {count} micro-batches; give another "
                             "--sequences or --micro-batches")
-    return tuple(Setting(model, cluster, gpus, tp, stages, context, sequences // count, count)
+    return tuple(Setting(model, cluster, gpus, tp, stages, context, sequences // count, count, recompute, memory)
                  for stages, count in grid)
+
+
+def parse_memory(text: str | None) -> float:
+    """Parse the most that our orders may keep: live micro-batches, such as 4, or bytes, such as 60GB or 60e9."""
+    if text is None:
+        return 0.0
+    units = {"MB": 1e6, "GB": 1e9, "TB": 1e12}
+    unit = text.strip()[-2:].upper()
+    try:
+        value = float(text.strip()[:-2]) * units[unit] if unit in units else float(text)
+    except ValueError:
+        value = nan
+    if not 0 < value < inf or (unit in units and value < LEAST_BYTES):
+        raise UserError(f"memory is {short(text)}; give micro-batches, such as 4, or bytes, such as 60GB")
+    return value

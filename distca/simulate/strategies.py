@@ -5,11 +5,8 @@ all ranks: `disaggregated` is the published method at one tolerance, with docume
 also places documents, and may run without ping-pong. If the tolerance is `auto`, `distca` chooses it for the run. Both
 are planned by `plan_step`, as in a training run, and choose among `planning.orders.orders`.
 
-`bound` is a lower bound on the step time of any strategy. Linear layers, head and attention take at least the mean over
-the pool, with each document's attention at the table's best rate for shapes with no more keys than the document has.
-Links between ranks are free, work may run in any bubble and on any stage, and attention may be cut anywhere. Seconds of
-segments are proportional to tokens, so how tokens are divided over ranks does not change their sum. The optimizer's
-seconds are added, as if all stages had equal shares of the weights.
+Every choice also says what backward recomputes (`cost.work.RECOMPUTE`). A baseline runs 1F1B; with its best replicas it
+also tries the orders of `planning.local_orders`, and to move layers off the last stage, which has the head.
 """
 
 from __future__ import annotations
@@ -30,20 +27,24 @@ from distca.baselines import (
     variable_length,
     variable_rows,
 )
-from distca.cost.work import causal_pairs
 from distca.planning.choose import DEFAULT_TOLERANCE, TOLERANCES, plan_step
-from distca.planning.orders import one_forward_one_backward, orders
-from distca.planning.schedule import IDLE, Ticks, layers_of_stages
+from distca.planning.local_orders import local_order, local_orders
+from distca.planning.orders import ONE_FORWARD_ONE_BACKWARD, order_named, orders
+from distca.planning.schedule import Ticks, layers_of_stages
 from distca.planning.step import StepPlan
-from distca.simulate.costs import Costs, max_live_tokens, memory
-from distca.simulate.execute import Step
+from distca.simulate.bounds import least_attention, ticks_seconds
+from distca.simulate.costs import Costs
+from distca.simulate.memory import fits, max_live_tokens, memory
 from distca.simulate.setting import Setting
 from distca.spec import unknown_name
 from distca.validation import UserError
 from distca.workload.topology import Topology
 
-BOUND = "bound"           # the lower bound
+BOUND = "bound"           # the lower bound, see `simulate.bounds`
+_MOST_MOVED = 4           # layers off the last stage that baselines try
+_MOST_ORDERS = 4          # other orders that a baseline tries, by their seconds with free links
 _MOST_SHARDS = 4_000_000  # a choice with more is skipped: context parallelism would cut documents too small
+_RECOMPUTES = {"none": "", "selective": ", recompute selective", "full": ", recompute full", "offload": ", offload"}
 _CAPS = (8.0, 4.0, 3.0, 2.5, 2.0, 1.75, 1.5, 1.35, 1.2, 1.1, 1.05, 1.02)  # of a chunk's tokens over the mean
 
 
@@ -69,31 +70,31 @@ class PoolChoice:
     tolerance: float = DEFAULT_TOLERANCE
     ping_pong: bool = True
     order: str = "same_phase"  # see `planning.orders.orders`
+    recompute: str = "none"
 
     def describe(self, setting: Setting) -> str:
         whole = "" if self.ping_pong else ", no ping-pong"
-        order = f", {self.order.replace('_', ' ')}" if setting.pp > 1 else ""
-        return f"{self.placement} placement, tolerance {self.tolerance:g}{whole}, {_pipeline(setting)}{order}"
+        return (f"{self.placement} placement, tolerance {self.tolerance:g}{whole}, {_pipeline(setting, self.order)}"
+                f"{_RECOMPUTES[self.recompute]}")
 
     def floor(self, setting: Setting, costs: Costs, batch: StepDocuments) -> float:
         """Seconds of the order's ticks with free links and attention that divides evenly."""
-        ticks, layers = self._ticks(setting)
-        return ticks_seconds(setting, costs, ticks, layers, batch.micro_batches(setting))
+        ticks, layers = self.ticks(setting)
+        return ticks_seconds(setting, costs, ticks, layers, least_attention(costs, batch.micro_batches(setting)))
 
     def step_plan(self, setting: Setting, costs: Costs, batch: StepDocuments) -> StepPlan | None:
         """Plan a step; None if its activations cannot fit the memory."""
-        ticks, layers = self._ticks(setting)
-        tokens = np.full((setting.num_micro_batches, setting.num_data), setting.tokens_per_rank)
-        if memory(costs, layers, ticks, tokens).peak > setting.cluster.memory_bytes:
+        ticks, layers = self.ticks(setting)
+        if not fits(setting, costs, layers, ticks):
             return None
         return plan_step(
             batch.micro_batches(setting), setting.model, num_data=setting.num_data, layers=layers, ticks=ticks,
             tp=setting.tp, ping_pong=self.ping_pong, placement=self.placement, tolerance=self.tolerance,
             cost=costs.attention, topology=Topology.of_cluster(setting.cluster, setting.num_pool, setting.tp))
 
-    def _ticks(self, setting: Setting) -> tuple[Ticks, tuple[int, ...]]:
-        """Return the order's ticks and the layers of its parts."""
-        ticks = orders(setting.pp, setting.num_micro_batches, setting.model.num_layers)[self.order]
+    def ticks(self, setting: Setting) -> tuple[Ticks, tuple[int, ...]]:
+        """Return the order's ticks and the layers of its parts; offloading keeps nothing for dW units."""
+        ticks = order_named(self.order, setting.pp, setting.num_micro_batches, self.recompute != "offload")
         return ticks, layers_of_stages(setting.model.num_layers, ticks.num_parts)
 
 
@@ -104,17 +105,27 @@ class GroupChoice:
     cp: int
     packing: str   # fixed or variable
     sharding: str  # how a group cuts its row: by sequence, by document, or adaptive
+    order: str = ONE_FORWARD_ONE_BACKWARD  # see `planning.local_orders`
+    moved: int = 0  # layers that the last part leaves to others, as it has the head
+    recompute: str = "none"
 
     def describe(self, setting: Setting) -> str:
+        moved = f", {self.moved} layers off the last stage" if self.moved else ""
         return (f"{self.packing} rows, dp {setting.num_data // self.cp} x cp {self.cp} by {self.sharding}, "
-                f"{_pipeline(setting)}")
+                f"{_pipeline(setting, self.order)}{moved}{_RECOMPUTES[self.recompute]}")
 
     def floor(self, setting: Setting, costs: Costs, batch: StepDocuments) -> float:
         """Lower bound on the step: some group runs the layers and gathers the keys of at least the mean tokens."""
         tokens = np.full(1, float(setting.tokens_per_rank))
         keys = setting.tokens_per_rank * self.cp * setting.model.kv_token_bytes(setting.tp)
         layer = sum(float(part[0]) for backward in (False, True) for part in costs.segment_seconds(tokens, backward))
-        return setting.num_micro_batches * max(setting.layers) * (layer + 2 * costs.ring_seconds(keys, self.cp))
+        most = setting.model.num_layers / setting.pp             # of some stage
+        return setting.num_micro_batches * most * (layer + 2 * costs.ring_seconds(keys, self.cp))
+
+    def estimate(self, setting: Setting, costs: Costs, attention: np.ndarray) -> float:
+        """Seconds of the order with free links and attention that divides evenly over ranks."""
+        ticks = local_order(self.order, setting.pp, setting.num_micro_batches)
+        return ticks_seconds(setting, costs, ticks, self._layers(setting, ticks), attention)
 
     def step_plan(self, setting: Setting, costs: Costs, batch: StepDocuments) -> StepPlan | None:
         """Plan a step; None if it cannot fit the memory or would have too many shards."""
@@ -123,16 +134,50 @@ class GroupChoice:
         replicas, lengths = setting.num_data // self.cp, batch.lengths()
         if self.packing == "fixed":
             rows = fixed_rows(batch.micro_batches(setting), replicas)
+            if not self._fits(setting, costs, np.stack([row.tokens_per_rank() for row in rows])):
+                return None
         else:
-            chunk = _chunks_that_fit(self.cp, setting, costs, lengths)
+            chunk = self._chunks_that_fit(setting, costs, lengths)
             if chunk is None:
                 return None
             rows = variable_rows(lengths, chunk, replicas)
         cuts: dict[str, Cut] = {
             "sequence": per_sequence_layout, "document": head_tail_layout,
             "adaptive": partial(adaptive_layout, cost=costs.attention)}
-        return step_of_groups(rows, cuts[self.sharding], setting.model, cp=self.cp, layers=setting.layers,
-                              tp=setting.tp)
+        ticks = local_order(self.order, setting.pp, len(rows))
+        return step_of_groups(rows, cuts[self.sharding], setting.model, cp=self.cp, tp=setting.tp, ticks=ticks,
+                              layers=self._layers(setting, ticks))
+
+    def _layers(self, setting: Setting, ticks: Ticks) -> tuple[int, ...]:
+        """Layers of each part."""
+        num_layers, parts = setting.model.num_layers, ticks.num_parts
+        last = max(layers_of_stages(num_layers, parts)[-1] - self.moved, 1)
+        return (*layers_of_stages(num_layers - last, parts - 1), last) if self.moved else layers_of_stages(
+            num_layers, parts)
+
+    def _fits(self, setting: Setting, costs: Costs, tokens: np.ndarray) -> bool:
+        """Return whether rows of [micro-batches, replicas] tokens fit the memory."""
+        ticks = local_order(self.order, setting.pp, len(tokens))
+        tokens = np.repeat(-(-tokens // self.cp), self.cp, axis=1)  # [micro-batches, data ranks]
+        held = memory(costs, self._layers(setting, ticks), ticks, tokens, gather_ranks=self.cp)
+        return held.peak <= setting.cluster.memory_bytes
+
+    def _chunks_that_fit(self, setting: Setting, costs: Costs, lengths: np.ndarray) -> np.ndarray | None:
+        """[documents] chunk of each, with token counts as unequal as the memory allows; None if nothing fits."""
+        num_chunks = setting.num_data // self.cp * setting.num_micro_batches
+        mean = setting.num_tokens / num_chunks
+        most = float(max_live_tokens(setting, costs).min()) * self.cp
+        work = _work(costs, lengths) / self.cp
+        for cap in _CAPS:
+            if cap * mean > 2 * most:
+                continue
+            chunk = variable_length(lengths, work, num_chunks=num_chunks, max_tokens=int(cap * mean))
+            if chunk is None:
+                return None
+            tokens = np.bincount(chunk, weights=lengths, minlength=num_chunks).reshape(setting.num_micro_batches, -1)
+            if self._fits(setting, costs, tokens[tokens.any(axis=1)]):
+                return chunk
+        return None
 
 
 Choice = PoolChoice | GroupChoice
@@ -145,7 +190,8 @@ class Strategy:
     name: str
     is_baseline: bool
     choices: Callable[[Setting, float | str], Sequence[Choice]]  # for a setting and a tolerance or auto
-    variants: Callable[[Setting, Choice, float | str], Sequence[Choice]]  # of the best choice, which are tried too
+    variants: Callable[[Setting, Choice, float | str, Costs, StepDocuments], Sequence[Choice]]  # of the best choice,
+    # which are tried too
 
 
 def _grouped(name: str, packings: Sequence[str], sharding: str) -> Strategy:
@@ -154,7 +200,17 @@ def _grouped(name: str, packings: Sequence[str], sharding: str) -> Strategy:
         return [GroupChoice(cp, packing, sharding) for cp in divisors for packing in packings
                 if packing == "variable" or setting.sequences_per_micro_batch % (setting.num_data // cp) == 0]
 
-    return Strategy(name, True, choices, lambda setting, choice, tolerance: ())
+    def variants(setting: Setting, choice: Choice, tolerance: float | str, costs: Costs, batch: StepDocuments
+                 ) -> Sequence[Choice]:
+        assert isinstance(choice, GroupChoice)
+        names = local_orders(setting.pp, setting.model.num_layers) if setting.pp > 1 else ()
+        others = [replace(choice, order=order, moved=moved) for order in names for moved in range(_MOST_MOVED + 1)]
+        count = setting.num_micro_batches
+        attention = np.repeat(least_attention(costs, [batch.lengths()]) / count, count, axis=1)  # rows of equal work
+        return sorted((other for other in others if other != choice),
+                      key=lambda other: other.estimate(setting, costs, attention))[:_MOST_ORDERS]
+
+    return Strategy(name, True, choices, variants)
 
 
 def _pool(
@@ -167,7 +223,8 @@ def _pool(
         listed = orders(setting.pp, setting.num_micro_batches, setting.model.num_layers)
         return [PoolChoice(placement, one, order=order) for order in listed]
 
-    def variants(setting: Setting, choice: Choice, tolerance: float | str) -> list[Choice]:
+    def variants(setting: Setting, choice: Choice, tolerance: float | str, costs: Costs, batch: StepDocuments
+                 ) -> list[Choice]:
         assert isinstance(choice, PoolChoice)
         others = [value for value in tolerances if value != choice.tolerance] if isinstance(tolerance, str) else []
         return [*(replace(choice, tolerance=value) for value in others), *[replace(choice, ping_pong=False)] * may_wait]
@@ -186,25 +243,10 @@ STRATEGIES = {strategy.name: strategy for strategy in (
 NAMES = (*STRATEGIES, BOUND)  # in display order
 
 
-def _chunks_that_fit(cp: int, setting: Setting, costs: Costs, lengths: np.ndarray) -> np.ndarray | None:
-    """[documents] chunk of each, with token counts as unequal as the memory allows; None if nothing fits."""
-    num_chunks = setting.num_data // cp * setting.num_micro_batches
-    mean = setting.num_tokens / num_chunks
-    most = float(max_live_tokens(setting, costs).min()) * cp
-    work = _work(costs, lengths) / cp
-    for cap in _CAPS:
-        if cap * mean > 2 * most:
-            continue
-        chunk = variable_length(lengths, work, num_chunks=num_chunks, max_tokens=int(cap * mean))
-        if chunk is None:
-            return None
-        tokens = np.bincount(chunk, weights=lengths, minlength=num_chunks).reshape(setting.num_micro_batches, -1)
-        tokens = np.repeat(-(-tokens[tokens.any(axis=1)] // cp), cp, axis=1)  # [micro-batches, data ranks]
-        held = memory(costs, setting.layers, one_forward_one_backward(setting.pp, len(tokens)), tokens,
-                      gather_ranks=cp)
-        if held.peak <= setting.cluster.memory_bytes:
-            return chunk
-    return None
+def our_orders(setting: Setting) -> dict[str, tuple[Ticks, tuple[int, ...]]]:
+    """Return the ticks and layers of each order of ours, as they are when memory is short."""
+    return {name: PoolChoice("given", order=name, recompute=setting.modes[-1]).ticks(setting)
+            for name in orders(setting.pp, setting.num_micro_batches, setting.model.num_layers)}
 
 
 def _work(costs: Costs, lengths: np.ndarray) -> np.ndarray:
@@ -214,8 +256,9 @@ def _work(costs: Costs, lengths: np.ndarray) -> np.ndarray:
     return np.asarray(attention + linear)
 
 
-def _pipeline(setting: Setting) -> str:
-    return f"pp {setting.pp}, {setting.num_micro_batches} micro-batches" if setting.pp > 1 else "no pipeline"
+def _pipeline(setting: Setting, order: str) -> str:
+    named = order.replace("_", " ")
+    return f"pp {setting.pp}, {setting.num_micro_batches} micro-batches, {named}" if setting.pp > 1 else "no pipeline"
 
 
 def check_names(names: Sequence[str]) -> tuple[str, ...]:
@@ -226,48 +269,3 @@ def check_names(names: Sequence[str]) -> tuple[str, ...]:
     if not names:
         raise UserError(f"strategies is empty; give one or more of: {', '.join(NAMES)}")
     return tuple(name for name in NAMES if name in names)
-
-
-def bound(setting: Setting, costs: Costs, lengths: np.ndarray) -> Step:
-    """Return a lower bound on a step that trains on documents of these lengths."""
-    num_layers, tokens = setting.model.num_layers, np.full(1, float(lengths.sum()))
-    pairs = causal_pairs(np.zeros_like(lengths), lengths) * num_layers
-    linear = attention = 0.0                                     # of all ranks
-    for backward in (False, True):
-        linear += sum(float(part[0]) for part in costs.segment_seconds(tokens, backward)) * num_layers
-        linear += float(costs.head_seconds(tokens, backward)[0])
-        attention += costs.attention.least(pairs, backward, lengths)
-    optimizer = float(costs.optimizer_seconds(setting.layers, setting.num_data).mean())
-    seconds = (linear + attention) / setting.num_pool + optimizer
-    equal_tokens = memory(costs, setting.layers, one_forward_one_backward(setting.pp, 1),
-                          np.full((1, setting.num_data), setting.tokens_per_rank))  # of one micro-batch
-    return Step(seconds, 1.0, np.full(setting.num_pool, attention / setting.num_pool), equal_tokens)
-
-
-def ticks_seconds(
-    setting: Setting, costs: Costs, ticks: Ticks, layers: Sequence[int], micro_batches: Sequence[np.ndarray]
-) -> float:
-    """Return the seconds of an order's ticks with free links and attention that divides evenly.
-
-    If stages share attention, a tick takes as long as its busiest stage's linear layers, and at least the mean of all
-    its work over the pool. Otherwise a stage takes as long as its own work, and the slowest counts.
-    """
-    tokens, parts = np.full(1, float(setting.tokens_per_rank)), np.array(layers)
-
-    def linear(backward: bool, weights: bool | None = None) -> float:
-        return sum(float(segment[0]) for segment in costs.segment_seconds(tokens, backward, weights))
-
-    own = parts[ticks.part] * np.where(ticks.backward, linear(True, False if ticks.splits else None), linear(False))
-    seconds = own * ticks.active + parts[ticks.weight_part] * (ticks.weight != IDLE) * linear(True, True)
-    head = np.array([float(costs.head_seconds(tokens, backward)[0]) for backward in (False, True)])
-    if ticks.spreads_head:
-        seconds[ticks.head != IDLE] = head.sum() / setting.pp
-    else:
-        seconds += head[ticks.backward.astype(int)] * (ticks.active & (ticks.part == len(layers) - 1))
-    least = np.array([[costs.attention.least(causal_pairs(np.zeros_like(lengths), lengths), backward, lengths)
-                       for lengths in micro_batches] for backward in (False, True)])
-    attention = ticks.active * parts[ticks.part] * least[ticks.backward.astype(int), ticks.micro_batch]
-    work = seconds + attention / setting.num_data                # [ticks, stages] of a rank
-    found = np.maximum(seconds.max(axis=1), work.mean(axis=1)).sum() if ticks.same_phase else work.sum(axis=0).max()
-    of_stages = np.bincount(ticks.stage_of, weights=parts)
-    return float(found) + float(costs.optimizer_seconds(of_stages, setting.num_data).max())

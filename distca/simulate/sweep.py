@@ -3,7 +3,7 @@
 The sweep covers pipeline degrees and numbers of micro-batches, and for baselines all replicas and context parallelism.
 The choice with the best mean over all batches is kept, because a training run cannot change it. Our strategies, whose
 plans take longest to make, choose on the first batches only. A choice that does not fit the memory in some batch is
-dropped.
+dropped; where it does not fit, it is tried with more recomputation, and last with offloading.
 """
 
 from __future__ import annotations
@@ -22,11 +22,21 @@ import numpy as np
 from distca.cost.mixed_pool import Cost, MixedPool
 from distca.planning.choose import asked_tolerance
 from distca.planning.step import StepPlan
+from distca.simulate.bounds import bound
 from distca.simulate.calls import PlanCosts
-from distca.simulate.costs import Costs, check_holds_model, check_holds_step
+from distca.simulate.costs import Costs
 from distca.simulate.execute import Step, execute
+from distca.simulate.memory import check_fits, check_memory
 from distca.simulate.setting import Setting
-from distca.simulate.strategies import BOUND, STRATEGIES, Choice, StepDocuments, bound, check_names
+from distca.simulate.strategies import (
+    BOUND,
+    STRATEGIES,
+    Choice,
+    GroupChoice,
+    StepDocuments,
+    check_names,
+    our_orders,
+)
 from distca.validation import UserError
 from distca.workload.sequences import Source, batch_sequences
 
@@ -58,11 +68,13 @@ class Question:
                                     "without a pipeline; give --pp 1, or one latency table")
                 self.table.time(setting.model, setting.tp).check_servers(setting.num_pool)
             self.source.check_context(setting.context)
-            check_holds_model(setting, self.costs(setting))
-            check_holds_step(setting, self.costs(setting))
+            check_fits(setting, self.costs(setting))
+            check_memory(setting, self.costs(setting), our_orders(setting))
 
-    def costs(self, setting: Setting) -> Costs:
-        return Costs.of(setting.model, setting.cluster, setting.tp, self.table)
+    def costs(self, setting: Setting, choice: Choice | None = None) -> Costs:
+        """Costs of a setting, and of a choice with what it recomputes."""
+        found = Costs.of(setting.model, setting.cluster, setting.tp, self.table)
+        return found if choice is None else replace(found, recompute=choice.recompute)
 
     def batch(self, setting: Setting, number: int) -> StepDocuments:
         return StepDocuments(tuple(batch_sequences(
@@ -221,13 +233,13 @@ def replay(question: Question, outcome: Outcome, number: int = 0) -> Step:
     """Run one batch again under an outcome's choice, and record one trace per pool rank."""
     if outcome.choice is None:
         raise UserError(f"{outcome.name!r} has no timeline; choose a strategy")
-    return execute(_plan_again(question, outcome, number), question.costs(outcome.setting), record=True)
+    return execute(_plan_again(question, outcome, number), question.costs(outcome.setting, outcome.choice), record=True)
 
 
 def _plan_again(question: Question, outcome: Outcome, number: int) -> StepPlan:
     setting = outcome.setting
     assert outcome.choice is not None, "the bound has no plan"
-    plan = outcome.choice.step_plan(setting, question.costs(setting), question.batch(setting, number))
+    plan = outcome.choice.step_plan(setting, question.costs(setting, outcome.choice), question.batch(setting, number))
     assert plan is not None, "the choice fitted in the sweep"
     return plan
 
@@ -263,52 +275,78 @@ def batch_figures(question: Question, number: int, chosen: frozenset[Key] | None
     found: Found = {}
     for at, setting in enumerate(question.settings):
         costs, batch = question.costs(setting), question.batch(setting, number)
-        done: dict[bytes, Figures | None] = {}                   # baselines often make the same plan
+        done = _Done()                                           # baselines often make the same plan
         for name in question.strategies:
             if name == BOUND:
                 floor = bound(setting, costs, batch.lengths())
                 found[at, name, None] = Figures.of(floor, floor.seconds)
                 continue
             strategy = STRATEGIES[name]
-            tried = {choice: choice.floor(setting, costs, batch)
-                     for choice in strategy.choices(setting, question.tolerance)}
-            if chosen is not None:
-                mine = {choice: 0.0 for key in chosen if key[:2] == (at, name) and (choice := key[2]) is not None}
-                tried = {**tried, **mine} if strategy.is_baseline else mine
-            for choice, least in sorted(tried.items(), key=lambda one: one[1]):  # the most promising first
-                _attempt(question, (at, name, choice), batch, least, found, done)
-            best = min(tried, key=lambda choice: _seconds(found[at, name, choice]), default=None)
-            for variant in () if best is None or chosen is not None else strategy.variants(
-                    setting, best, question.tolerance):
-                _attempt(question, (at, name, variant), batch, 0.0, found, done)
+            listed = strategy.choices(setting, question.tolerance)
+            mine = [choice for key in chosen or () if key[:2] == (at, name) and (choice := key[2]) is not None]
+            if chosen is not None and not strategy.is_baseline:
+                listed = []
+            tried = {choice: choice.floor(setting, costs, batch) for choice in listed}
+            for choice, _ in sorted(tried.items(), key=lambda one: one[1]):  # the most promising first
+                _attempt(question, (at, name, choice), batch, found, done)
+            for choice in (one for one in mine if not isinstance(found.get((at, name, one)), Figures)):
+                found[at, name, choice] = _try(question, (at, name, choice), batch, done)
+            if chosen is None:
+                best = min((key for key in found if key[:2] == (at, name)), key=lambda key: _seconds(found[key]))
+                assert best[2] is not None, "only the bound has no choice"
+                for variant in strategy.variants(setting, best[2], question.tolerance, costs, batch):
+                    _attempt(question, (at, name, variant), batch, found, done, skips=False)
     return found
 
 
 def _attempt(
-    question: Question, key: Key, batch: StepDocuments, least: float, found: Found, done: dict[bytes, Figures | None]
+    question: Question, key: tuple[int, str, Choice], batch: StepDocuments, found: Found, done: _Done,
+    skips: bool = True,
 ) -> None:
-    """Run a choice and record its figures, unless it takes at least `least` seconds and another one takes less."""
-    best = min((_seconds(figures) for other, figures in found.items()
-                if other[1] == key[1] and isinstance(figures, Figures)), default=inf)
-    found[key] = _try(question, key, batch, done) if least < best else least
+    """Run a choice with the least recomputation that fits and record its figures.
 
-
-def _try(question: Question, key: Key, batch: StepDocuments, done: dict[bytes, Figures | None]) -> Figures | None:
-    """Run one choice on a batch; `done` has the figures of baselines' plans by digest."""
+    What is slower than another choice, by its floor or because it recomputes more than needed, is skipped.
+    """
     at, name, choice = key
+    setting, enough = question.settings[at], 0.0
+    best = min((_seconds(figures) for other, figures in found.items()
+                if other[1] == name and isinstance(figures, Figures)), default=inf)
+    for mode in setting.modes:
+        one = replace(choice, recompute=mode)
+        least = max(enough, one.floor(setting, question.costs(setting, one), batch) if skips else 0.0)
+        if (at, name, one) not in found:
+            found[at, name, one] = least if enough or least >= best else _try(question, (at, name, one), batch, done)
+        enough = max(enough, 0.0 if found[at, name, one] is None else _seconds(found[at, name, one]))
+
+
+class _Done:
+    """Figures of baselines' plans, and costs of their calls, which do not depend on their order."""
+
+    def __init__(self) -> None:
+        self.figures: dict[tuple[bytes, str, int, str], Figures | None] = {}
+        self.calls: dict[bytes, PlanCosts] = {}
+
+
+def _try(question: Question, key: Key, batch: StepDocuments, done: _Done) -> Figures | None:
+    """Run one choice on a batch."""
+    at, _, choice = key
     setting = question.settings[at]
-    costs = question.costs(setting)
+    costs = question.costs(setting, choice)
     plan = None if choice is None else choice.step_plan(setting, costs, batch)
-    if plan is None or not STRATEGIES[name].is_baseline:
-        return None if plan is None else _figures(plan, setting, costs, free=True)
+    if plan is None:
+        return None
+    if not isinstance(choice, GroupChoice):
+        return _figures(plan, costs, PlanCosts(plan, costs.attention), setting.max_bytes, free=True)
     digest = _digest(plan)
-    if digest not in done:
-        done[digest] = _figures(plan, setting, costs, free=False)
-    return done[digest]
+    order = digest, choice.order, choice.moved, choice.recompute
+    if order not in done.figures:
+        calls = done.calls.setdefault(digest, PlanCosts(plan, costs.attention))
+        done.figures[order] = _figures(plan, costs, calls, setting.cluster.memory_bytes, free=False)
+    return done.figures[order]
 
 
 def _digest(plan: StepPlan) -> bytes:
-    """Digest of the placement of a baseline's tokens, in which alone baselines' plans differ."""
+    """Digest of the placement of a baseline's tokens, in which alone baselines' plans of one order differ."""
     digest = hashlib.blake2b(plan.gather_ranks.to_bytes(4, "little"), digest_size=16)
     for micro_batch in plan.micro_batches:
         for layout in micro_batch.layouts:
@@ -317,20 +355,18 @@ def _digest(plan: StepPlan) -> bytes:
     return digest.digest()
 
 
-def _figures(plan: StepPlan, setting: Setting, costs: Costs, *, free: bool) -> Figures | None:
-    known = PlanCosts(plan, costs.attention)
-    step = execute(plan, costs, plan_costs=known)
-    if step.memory.peak > setting.cluster.memory_bytes:
+def _figures(plan: StepPlan, costs: Costs, calls: PlanCosts, most_bytes: float, *, free: bool) -> Figures | None:
+    step = execute(plan, costs, plan_costs=calls)
+    if step.memory.peak > most_bytes:
         return None
-    seconds = execute(plan, costs.without_network(), plan_costs=known).seconds if free else step.seconds
-    return Figures.of(step, seconds)
+    return Figures.of(step, execute(plan, costs.without_network(), plan_costs=calls).seconds if free else step.seconds)
 
 
 def _with_free_links(question: Question, outcome: Outcome) -> Outcome:
     """Plan a baseline's steps again and time them with free links, which the sweep of its many choices leaves out."""
     if not STRATEGIES[outcome.name].is_baseline:
         return outcome
-    costs = question.costs(outcome.setting).without_network()
+    costs = question.costs(outcome.setting, outcome.choice).without_network()
     return replace(outcome, figures=tuple(
         replace(found, free_seconds=execute(_plan_again(question, outcome, number), costs).seconds)
         for number, found in enumerate(outcome.figures)))
@@ -357,7 +393,7 @@ def _best_key(question: Question, name: str, batches: Sequence[Found]) -> Key | 
         if skipped is None:
             return best
         batch = question.batch(question.settings[best[0]], skipped)
-        batches[skipped][best] = _try(question, best, batch, {})
+        batches[skipped][best] = _try(question, best, batch, _Done())
     return None
 
 

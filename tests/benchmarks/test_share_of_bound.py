@@ -10,9 +10,10 @@ from paper.cases import Case
 
 from distca.cost.attention_time import shipped_table
 from distca.models import model_named
+from distca.simulate.bounds import bound
 from distca.simulate.costs import Costs
 from distca.simulate.setting import setting
-from distca.simulate.strategies import StepDocuments, bound
+from distca.simulate.strategies import StepDocuments
 from distca.spec import cluster_named
 from distca.workload.sequences import Source, batch_sequences
 

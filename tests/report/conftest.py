@@ -16,7 +16,7 @@ from distca.report.figures import (
     StrategyFigures,
     Timeline,
 )
-from distca.simulate.costs import Memory
+from distca.simulate.memory import Memory
 from distca.trace import Span, StepTrace
 
 GB = 1e9

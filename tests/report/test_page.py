@@ -29,7 +29,7 @@ from distca.report.page import (
     write_page,
 )
 from distca.report.timeline import MAX_SPANS, columns_of, names_of, thinned, timeline_payload
-from distca.simulate.costs import Memory
+from distca.simulate.memory import Memory
 from distca.trace import Span, StepTrace
 
 SECTIONS = ("comparison", "work", "timeline", "transfers", "documents", "memory", "run")

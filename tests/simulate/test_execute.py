@@ -17,8 +17,9 @@ from distca.planning.orders import one_forward_one_backward, same_phase_ticks
 from distca.planning.plan import server_work
 from distca.planning.step import StepPlan
 from distca.simulate.calls import PlanCosts
-from distca.simulate.costs import Costs, peak_live
+from distca.simulate.costs import Costs
 from distca.simulate.execute import execute
+from distca.simulate.memory import peak_live
 from distca.spec import cluster_named
 from distca.trace import LANES
 

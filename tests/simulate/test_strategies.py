@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from distca.cost.attention_time import shipped_table
 from distca.cost.latency_table import LatencyTable, analytic_table
 from distca.models import model_named
+from distca.simulate.bounds import bound
 from distca.simulate.costs import Costs
 from distca.simulate.setting import setting
-from distca.simulate.strategies import NAMES, bound
+from distca.simulate.strategies import NAMES
 from distca.simulate.sweep import Figures, Question, batch_figures
 from distca.spec import cluster_named
 from distca.workload.sequences import Source
