@@ -22,11 +22,13 @@ from distca.models import model_named
 from distca.planning.choose import AUTO, DEFAULT_TOLERANCE
 from distca.planning.step import StepPlan
 from distca.simulate.calls import PlanCosts
-from distca.simulate.costs import Costs, check_holds_step
+from distca.simulate.costs import Costs
 from distca.simulate.execute import execute
+from distca.simulate.memory import check_fits
+from distca.simulate.outcomes import Figures, Outcome
 from distca.simulate.setting import Setting
 from distca.simulate.strategies import BOUND, STRATEGIES, Choice, GroupChoice, PoolChoice, StepDocuments
-from distca.simulate.sweep import Figures, Outcome, Question, compare
+from distca.simulate.sweep import Question, compare
 from distca.spec import ClusterShape, ModelShape, cluster_named
 from distca.workload.sequences import Source
 from paper.cases import CLUSTER, REPLICA_RANKS, TP, Case, cases
@@ -81,7 +83,7 @@ def _question(case: Case, num_batches: int, strategies: tuple[str, ...] = ("disa
 def _holds(where: Setting) -> bool:
     """Whether a pipeline is a choice at all: some schedule of it fits the memory."""
     try:
-        check_holds_step(where, Costs.of(where.model, where.cluster, where.tp, _table()))
+        check_fits(where, Costs.of(where.model, where.cluster, where.tp, _table()))
     except ValueError:
         return False
     return True

@@ -34,9 +34,10 @@ from distca.models import model_named
 from distca.report.figures import ReportData, Timeline, comparison_page, ours_and_best_baseline, strategies_of, verdict
 from distca.report.render import print_comparison
 from distca.simulate.execute import Step
+from distca.simulate.outcomes import Comparison, Outcome
 from distca.simulate.setting import parse_memory, settings
 from distca.simulate.strategies import NAMES
-from distca.simulate.sweep import Comparison, Outcome, Question, compare, replay
+from distca.simulate.sweep import Question, compare, replay
 from distca.spec import CLUSTERS
 from distca.trace import write_chrome_trace
 from distca.validation import UNITS_HELP, check_whole, write_own

@@ -15,8 +15,8 @@ from distca.cost.network import MeasuredNetwork
 from distca.planning.plan import Plan, PlanSummary
 from distca.planning.tasks import tasks_at_home
 from distca.simulate.memory import Memory
+from distca.simulate.outcomes import Comparison, Outcome
 from distca.simulate.strategies import BOUND, STRATEGIES
-from distca.simulate.sweep import Comparison, Outcome
 from distca.trace import StepTrace
 from distca.validation import UserError, check_name, check_number, short
 

@@ -25,8 +25,8 @@ from distca.report.figures import (
     verdict,
 )
 from distca.report.planned_batches import PlannedBatches, quantile_words, verdict_on_batch
+from distca.simulate.outcomes import Comparison
 from distca.simulate.strategies import STRATEGIES
-from distca.simulate.sweep import Comparison
 from distca.validation import unit_text
 from distca.workload.sequences import CorpusFigures
 

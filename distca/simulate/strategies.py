@@ -28,8 +28,8 @@ from distca.baselines import (
     variable_rows,
 )
 from distca.planning.choose import DEFAULT_TOLERANCE, TOLERANCES, plan_step
-from distca.planning.local_orders import local_order, local_orders
-from distca.planning.orders import ONE_FORWARD_ONE_BACKWARD, order_named, orders
+from distca.planning.local_orders import ZB_H1, ZBV, local_order, local_orders
+from distca.planning.orders import INTERLEAVED, ONE_FORWARD_ONE_BACKWARD, order_named, orders
 from distca.planning.schedule import Ticks, layers_of_stages
 from distca.planning.step import StepPlan
 from distca.simulate.bounds import least_attention, ticks_seconds
@@ -42,7 +42,7 @@ from distca.workload.topology import Topology
 
 BOUND = "bound"           # the lower bound, see `simulate.bounds`
 _MOST_MOVED = 4           # layers off the last stage that baselines try
-_MOST_ORDERS = 4          # other orders that a baseline tries, by their seconds with free links
+_MOST_ORDERS = 3          # other orders that a baseline tries, by their seconds with free links
 _MOST_SHARDS = 4_000_000  # a choice with more is skipped: context parallelism would cut documents too small
 _RECOMPUTES = {"none": "", "selective": ", recompute selective", "full": ", recompute full", "offload": ", offload"}
 _CAPS = (8.0, 4.0, 3.0, 2.5, 2.0, 1.75, 1.5, 1.35, 1.2, 1.1, 1.05, 1.02)  # of a chunk's tokens over the mean
@@ -71,11 +71,26 @@ class PoolChoice:
     ping_pong: bool = True
     order: str = "same_phase"  # see `planning.orders.orders`
     recompute: str = "none"
+    splits: bool = True        # interleaved orders: dW units apart, which keep a part's activations until they run
+
+    @property
+    def kind(self) -> str:
+        return "shared"
+
+    def savings(self, modes: Sequence[str]) -> list[PoolChoice]:
+        """Return the choice with each mode, from the most memory to the least; the last two without dW units.
+
+        A recomputed part's activations wait for its dW in full, and offloading keeps nothing for it.
+        """
+        apart = [(mode, True) for mode in modes if mode != "offload"]
+        whole = [(mode, False) for mode in modes if mode in ("full", "offload")]
+        return [replace(self, recompute=mode, splits=splits) for mode, splits in (*apart, *whole)]
 
     def describe(self, setting: Setting) -> str:
         whole = "" if self.ping_pong else ", no ping-pong"
+        fused = ", dW in backward" if not self.splits and self.order.startswith(INTERLEAVED) else ""
         return (f"{self.placement} placement, tolerance {self.tolerance:g}{whole}, {_pipeline(setting, self.order)}"
-                f"{_RECOMPUTES[self.recompute]}")
+                f"{fused}{_RECOMPUTES[self.recompute]}")
 
     def floor(self, setting: Setting, costs: Costs, batch: StepDocuments) -> float:
         """Seconds of the order's ticks with free links and attention that divides evenly."""
@@ -93,8 +108,8 @@ class PoolChoice:
             cost=costs.attention, topology=Topology.of_cluster(setting.cluster, setting.num_pool, setting.tp))
 
     def ticks(self, setting: Setting) -> tuple[Ticks, tuple[int, ...]]:
-        """Return the order's ticks and the layers of its parts; offloading keeps nothing for dW units."""
-        ticks = order_named(self.order, setting.pp, setting.num_micro_batches, self.recompute != "offload")
+        """Return the order's ticks and the layers of its parts."""
+        ticks = order_named(self.order, setting.pp, setting.num_micro_batches, self.splits)
         return ticks, layers_of_stages(setting.model.num_layers, ticks.num_parts)
 
 
@@ -108,6 +123,14 @@ class GroupChoice:
     order: str = ONE_FORWARD_ONE_BACKWARD  # see `planning.local_orders`
     moved: int = 0  # layers that the last part leaves to others, as it has the head
     recompute: str = "none"
+
+    @property
+    def kind(self) -> str:
+        return self.packing
+
+    def savings(self, modes: Sequence[str]) -> list[GroupChoice]:
+        """Return the choice with each mode, from the most memory to the least; offloading leaves nothing to dW units."""
+        return [replace(self, recompute=mode) for mode in modes if mode != "offload" or self.order not in (ZB_H1, ZBV)]
 
     def describe(self, setting: Setting) -> str:
         moved = f", {self.moved} layers off the last stage" if self.moved else ""
@@ -204,11 +227,13 @@ def _grouped(name: str, packings: Sequence[str], sharding: str) -> Strategy:
                  ) -> Sequence[Choice]:
         assert isinstance(choice, GroupChoice)
         names = local_orders(setting.pp, setting.model.num_layers) if setting.pp > 1 else ()
-        others = [replace(choice, order=order, moved=moved) for order in names for moved in range(_MOST_MOVED + 1)]
         count = setting.num_micro_batches
         attention = np.repeat(least_attention(costs, [batch.lengths()]) / count, count, axis=1)  # rows of equal work
-        return sorted((other for other in others if other != choice),
-                      key=lambda other: other.estimate(setting, costs, attention))[:_MOST_ORDERS]
+        seconds = {other: other.estimate(setting, costs, attention) for order in names
+                   for moved in range(_MOST_MOVED + 1) for other in [replace(choice, order=order, moved=moved)]}
+        best = [min((other for other in seconds if other.order == order), key=lambda other: seconds[other])
+                for order in names]
+        return sorted((other for other in best if other != choice), key=lambda other: seconds[other])[:_MOST_ORDERS]
 
     return Strategy(name, True, choices, variants)
 
@@ -245,7 +270,7 @@ NAMES = (*STRATEGIES, BOUND)  # in display order
 
 def our_orders(setting: Setting) -> dict[str, tuple[Ticks, tuple[int, ...]]]:
     """Return the ticks and layers of each order of ours, as they are when memory is short."""
-    return {name: PoolChoice("given", order=name, recompute=setting.modes[-1]).ticks(setting)
+    return {name: PoolChoice("given", order=name).savings(setting.modes)[-1].ticks(setting)
             for name in orders(setting.pp, setting.num_micro_batches, setting.model.num_layers)}
 
 

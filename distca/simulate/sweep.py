@@ -15,9 +15,6 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any
-
-import numpy as np
 
 from distca.cost.mixed_pool import Cost, MixedPool
 from distca.planning.choose import asked_tolerance
@@ -27,6 +24,7 @@ from distca.simulate.calls import PlanCosts
 from distca.simulate.costs import Costs
 from distca.simulate.execute import Step, execute
 from distca.simulate.memory import check_fits, check_memory
+from distca.simulate.outcomes import Comparison, Figures, Outcome
 from distca.simulate.setting import Setting
 from distca.simulate.strategies import (
     BOUND,
@@ -79,124 +77,6 @@ class Question:
     def batch(self, setting: Setting, number: int) -> StepDocuments:
         return StepDocuments(tuple(batch_sequences(
             self.source, setting.context, setting.num_sequences, (self.seed, number))))
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """Figures of one batch under one choice of a strategy, or of the bound."""
-
-    seconds: float
-    free_seconds: float        # with links between ranks that take no time
-    busy_share: float
-    work_max_over_mean: float
-    states_gb: float           # of the fullest rank, as are the next ones
-    activations_gb: float
-    gathered_kv_gb: float
-    buffers_gb: float
-    peak_memory_gb: float
-    memory_max_over_mean: float
-
-    @classmethod
-    def of(cls, step: Step, free_seconds: float) -> Figures:
-        held = step.memory
-        fullest = int(held.total.argmax())
-        states, activations, gathered, buffers = (
-            float(part[fullest]) / 1e9 for part in (held.states, held.activations, held.gathered_kv, held.buffers))
-        return cls(step.seconds, free_seconds, step.busy_share, step.work_max_over_mean, states, activations, gathered,
-                   buffers, held.peak / 1e9, float(held.total.max() / held.total.mean()))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Outcome:
-    """A strategy with its best choice over all batches, or the bound, which has no choice."""
-
-    name: str
-    setting: Setting
-    choice: Choice | None
-    figures: tuple[Figures, ...]  # [batches]
-
-    def column(self, field: str) -> np.ndarray:
-        return np.array([getattr(figures, field) for figures in self.figures])
-
-    @property
-    def step_seconds(self) -> float:
-        return float(self.column("seconds").mean())
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.setting.num_tokens / self.step_seconds
-
-    @property
-    def idle_share(self) -> float:
-        return float(1 - self.column("busy_share").mean())
-
-    @property
-    def exposed_communication_share(self) -> float:
-        return float(1 - self.column("free_seconds").sum() / self.column("seconds").sum())
-
-    @property
-    def peak_memory_gb(self) -> float:
-        return float(self.column("peak_memory_gb").max())
-
-    @property
-    def work_max_over_mean(self) -> float:
-        return float(self.column("work_max_over_mean").mean())
-
-    def speedup_over(self, other: Outcome) -> tuple[float, float, float]:
-        """Speedup over all batches together, in the worst batch and in the best."""
-        ratio = other.column("seconds") / self.column("seconds")
-        return other.step_seconds / self.step_seconds, float(ratio.min()), float(ratio.max())
-
-    def as_json(self, others: Sequence[Outcome]) -> dict[str, Any]:
-        seconds, rest = self.column("seconds"), [other for other in others if other.name != self.name]
-        speedups = {other.name: self.speedup_over(other) for other in rest}
-        return {
-            "tokens_per_second": self.tokens_per_second, "step_seconds": self.step_seconds,
-            "step_seconds_range": [float(seconds.min()), float(seconds.max())],
-            "idle_share": self.idle_share, "exposed_communication_share": self.exposed_communication_share,
-            "peak_memory_gb": self.peak_memory_gb,
-            "memory_gb": {name: float(self.column(f"{name}_gb").max())
-                          for name in ("states", "activations", "gathered_kv", "buffers")},
-            "memory_max_over_mean": float(self.column("memory_max_over_mean").mean()),
-            "work_max_over_mean": self.work_max_over_mean,
-            "speedup_over": {name: value[0] for name, value in speedups.items()},
-            "speedup_range_over": {name: list(value[1:]) for name, value in speedups.items()},
-            "pp": self.setting.pp, "choice": self.describe(),
-        }
-
-    def describe(self) -> str:
-        return "what no strategy can beat" if self.choice is None else self.choice.describe(self.setting)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Comparison:
-    """Outcomes of strategies that fit the memory, in display order; the bound; names of strategies that do not fit."""
-
-    source: str
-    setting: Setting
-    num_batches: int
-    tolerance: float | str     # of our strategies, or auto
-    outcomes: tuple[Outcome, ...]
-    bound: Outcome | None
-    too_large: tuple[str, ...]
-
-    @property
-    def entries(self) -> tuple[Outcome, ...]:
-        return self.outcomes if self.bound is None else (*self.outcomes, self.bound)
-
-    def outcome(self, name: str) -> Outcome:
-        return next(outcome for outcome in self.entries if outcome.name == name)
-
-    def as_json(self) -> dict[str, Any]:
-        setting = self.setting
-        return {
-            "model": setting.model.name, "cluster": setting.cluster.name, "gpus": setting.gpus, "tp": setting.tp,
-            "pp": setting.pp, "context": setting.context, "data": self.source, "batches": self.num_batches,
-            "tokens_per_step": setting.num_tokens, "tokens_per_rank": setting.tokens_per_rank,
-            "micro_batches": setting.num_micro_batches, "tolerance": self.tolerance,
-            "strategies": {outcome.name: outcome.as_json(self.entries) for outcome in self.entries},
-            "too_large": list(self.too_large),
-        }
 
 
 Key = tuple[int, str, Choice | None]       # setting, strategy, choice
@@ -261,9 +141,20 @@ def _run(
 
 
 def _chosen(question: Question, batches: Sequence[Found]) -> frozenset[Key] | None:
-    """Return the best choice of each strategy after the first batches; None before these have run."""
-    best = [_best_key(question, name, batches) for name in question.strategies if batches and name != BOUND]
-    return frozenset(key for key in best if key is not None) if batches else None
+    """Return the choices to run on later batches; None before the first ones have run.
+
+    For ours it is the best choice; for baselines, whose plans are quick to make, the best in each of their two best
+    orders, and that for each way to pack rows.
+    """
+    if not batches:
+        return None
+    found: list[Key | None] = []
+    for name in question.strategies:
+        for kind in sorted({key[2].kind for key in batches[0] if key[1] == name and key[2] is not None}):
+            found.append(best := _best_key(question, name, batches, kind))
+            if best is not None and best[2] is not None and STRATEGIES[name].is_baseline:
+                found.append(_best_key(question, name, batches, kind, best[2].order))
+    return frozenset(key for key in found if key is not None)
 
 
 def batch_figures(question: Question, number: int, chosen: frozenset[Key] | None = None) -> Found:
@@ -291,12 +182,19 @@ def batch_figures(question: Question, number: int, chosen: frozenset[Key] | None
                 _attempt(question, (at, name, choice), batch, found, done)
             for choice in (one for one in mine if not isinstance(found.get((at, name, one)), Figures)):
                 found[at, name, choice] = _try(question, (at, name, choice), batch, done)
-            if chosen is None:
-                best = min((key for key in found if key[:2] == (at, name)), key=lambda key: _seconds(found[key]))
-                assert best[2] is not None, "only the bound has no choice"
-                for variant in strategy.variants(setting, best[2], question.tolerance, costs, batch):
+            for best in {} if chosen is not None else _best_of_kinds(found, at, name):
+                for variant in strategy.variants(setting, best, question.tolerance, costs, batch):
                     _attempt(question, (at, name, variant), batch, found, done, skips=False)
     return found
+
+
+def _best_of_kinds(found: Found, at: int, name: str) -> list[Choice]:
+    """Return the best choice of a strategy for each way to pack rows, which may suit other orders."""
+    kinds: dict[str, Choice] = {}
+    for key in sorted((key for key in found if key[:2] == (at, name)), key=lambda key: _seconds(found[key])):
+        if key[2] is not None:
+            kinds.setdefault(key[2].kind, key[2])
+    return list(kinds.values())
 
 
 def _attempt(
@@ -311,8 +209,7 @@ def _attempt(
     setting, enough = question.settings[at], 0.0
     best = min((_seconds(figures) for other, figures in found.items()
                 if other[1] == name and isinstance(figures, Figures)), default=inf)
-    for mode in setting.modes:
-        one = replace(choice, recompute=mode)
+    for one in choice.savings(setting.modes):
         least = max(enough, one.floor(setting, question.costs(setting, one), batch) if skips else 0.0)
         if (at, name, one) not in found:
             found[at, name, one] = least if enough or least >= best else _try(question, (at, name, one), batch, done)
@@ -378,15 +275,17 @@ def _best_outcome(question: Question, name: str, batches: Sequence[Found]) -> Ou
         figures for found in batches if isinstance(figures := found[key], Figures)))
 
 
-def _best_key(question: Question, name: str, batches: Sequence[Found]) -> Key | None:
-    """Return the choice with the best mean; batches that skipped it run it now.
+def _best_key(question: Question, name: str, batches: Sequence[Found], kind: str | None = None, not_order: str = ""
+              ) -> Key | None:
+    """Return the choice with the best mean, of a kind and in other orders if asked; batches that skipped it run it now.
 
     A variant that the first batches did not all try is tried by all of them.
     """
     for number, found in enumerate(batches):
         for key in {key: None for other in batches for key in other if key not in found}:
             found[key] = 0.0 if number < BATCHES_TO_CHOOSE_ON else inf
-    keys = [key for key in batches[0] if key[1] == name]
+    keys = [key for key in batches[0] if key[1] == name and (
+        kind is None or (key[2] is not None and key[2].kind == kind and key[2].order != not_order))]
     while keys := [key for key in keys if all(found[key] is not None for found in batches)]:
         best = min(keys, key=lambda key: sum(_seconds(found[key]) for found in batches))
         skipped = next((number for number, found in enumerate(batches) if isinstance(found[best], float)), None)

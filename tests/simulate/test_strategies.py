@@ -11,9 +11,10 @@ from distca.cost.latency_table import LatencyTable, analytic_table
 from distca.models import model_named
 from distca.simulate.bounds import bound
 from distca.simulate.costs import Costs
+from distca.simulate.outcomes import Figures
 from distca.simulate.setting import setting
 from distca.simulate.strategies import NAMES
-from distca.simulate.sweep import Figures, Question, batch_figures
+from distca.simulate.sweep import Question, batch_figures
 from distca.spec import cluster_named
 from distca.workload.sequences import Source
 

@@ -14,9 +14,10 @@ from distca.models import model_named
 from distca.planning.choose import AUTO
 from distca.simulate.costs import Costs
 from distca.simulate.execute import execute
+from distca.simulate.outcomes import Comparison
 from distca.simulate.setting import setting
 from distca.simulate.strategies import NAMES, STRATEGIES, GroupChoice, StepDocuments
-from distca.simulate.sweep import Comparison, Question, batch_figures, compare, replay
+from distca.simulate.sweep import Question, batch_figures, compare, replay
 from distca.spec import cluster_named
 from distca.workload.sequences import Source, batch_sequences
 from distca.workload.topology import Topology
