@@ -7,8 +7,8 @@ the simulated step's. What is lost is told apart:
 - `with_free_links`: the same plans where exchanges take no time; what is missing to `share` is exposed.
 - `ceiling_of_tasks`: if all ranks were busy all the time with what their tasks take; what is missing to 1 are shapes
   that kernels run below their best rate, cuts, launches and tails, what is missing to `with_free_links` is imbalance.
-- `ceiling_of_pipeline`: stages run a micro-batch's layers one after the other, so the pipeline fills and drains: ticks
-  in which some stages have no linear layers to run, and attention does not fill them.
+- `ceiling_of_pipeline`: the chosen order's ticks with free links and attention that divides evenly: the pipeline fills
+  and drains, in ticks in which some stages have no linear layers to run and attention does not fill them.
 """
 
 from __future__ import annotations
@@ -27,13 +27,10 @@ from rich.console import Console
 from rich.table import Table
 
 from distca.cost.attention_time import shipped_table
-from distca.cost.work import causal_pairs
 from distca.models import model_named
-from distca.planning.orders import same_phase_ticks
-from distca.planning.schedule import IDLE
-from distca.simulate.costs import Costs
+from distca.simulate.bounds import bound, least_attention, ticks_seconds
 from distca.simulate.setting import Setting, setting
-from distca.simulate.strategies import bound
+from distca.simulate.strategies import PoolChoice
 from distca.simulate.sweep import Question, compare
 from distca.spec import cluster_named
 from distca.validation import UserError
@@ -94,8 +91,10 @@ def measure(case: Case, where: Setting, num_batches: int) -> Result:
     costs = question.costs(where)
     lengths = [question.batch(where, number).lengths() for number in range(num_batches)]
     attention = [float(bound(where, costs, one).attention_seconds.mean()) for one in lengths]
-    filled = [pipeline_seconds(where, costs, question.batch(where, number).micro_batches(where))
-              for number in range(num_batches)]
+    assert isinstance(ours.choice, PoolChoice)
+    ticks, layers = ours.choice.ticks(where)
+    filled = [ticks_seconds(where, costs, ticks, layers, least_attention(costs, question.batch(where, number)
+              .micro_batches(where))) for number in range(num_batches)]
     return Result(
         case.figure, case.model, case.nodes, case.context, case.sequences, case.data, where.tp, where.pp,
         where.num_micro_batches, num_batches, float(seconds.mean()), float(np.sum(attention) / least.sum()),
@@ -103,24 +102,6 @@ def measure(case: Case, where: Setting, num_batches: int) -> Result:
         float(least.sum() / ours.column("free_seconds").sum()),
         float(least.sum() / (seconds * ours.column("busy_share")).sum()), float(least.sum() / np.sum(filled)),
         ours.describe(), perf_counter() - begin)
-
-
-def pipeline_seconds(where: Setting, costs: Costs, micro_batches: list[np.ndarray]) -> float:
-    """Every tick as short as its busiest stage's linear layers, and as all its work over the pool, with free links."""
-    tokens, layers = np.full(1, float(where.tokens_per_rank)), np.array(where.layers)
-    ticks, seconds = same_phase_ticks(where.pp, where.num_micro_batches), 0.0
-    for tick, running in enumerate(ticks.micro_batch):
-        backward, stages = ticks.phase(tick), np.flatnonzero(running != IDLE)
-        linear = sum(float(part[0]) for part in costs.segment_seconds(tokens, backward)) * layers
-        linear[-1] += float(costs.head_seconds(tokens, backward)[0])
-        attention = 0.0
-        for stage in stages.tolist():
-            lengths = micro_batches[running[stage]]
-            pairs = causal_pairs(np.zeros_like(lengths), lengths)
-            attention += costs.attention.least(pairs * int(layers[stage]), backward, lengths)
-        everything = where.num_data * float(linear[stages].sum()) + attention
-        seconds += max(float(linear[stages].max()), everything / where.num_pool)
-    return seconds + float(costs.optimizer_seconds(where.layers, where.num_data).max())
 
 
 def result_table(results: list[Result]) -> Table:

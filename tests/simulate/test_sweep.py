@@ -147,14 +147,17 @@ def test_every_strategy_makes_steps_of_the_same_documents() -> None:
     batch = StepDocuments(tuple(batch_sequences(Source("prolong"), where.context, where.num_sequences, (0, 0))))
     costs = Costs.of(MODEL, CLUSTER, 8, TABLE)
     for strategy in STRATEGIES.values():
-        for choice in strategy.choices(where, AUTO):
+        listed = strategy.choices(where, AUTO)
+        variants = strategy.variants(where, listed[0], AUTO, costs, batch)
+        assert (len(variants) > 2) == (strategy.name != "disaggregated")
+        for choice in (*listed, *variants):
             plan = choice.step_plan(where, costs, batch)
             assert plan is not None
             plan.validate()
             lengths = np.concatenate([micro_batch.lengths for micro_batch in plan.micro_batches])
             assert sorted(lengths.tolist()) == sorted(batch.lengths().tolist()), (strategy.name, choice)
-            assert plan.layers == where.layers and plan.num_data == where.num_data
-            assert "pp 3, 4 micro-batches" in choice.describe(where)
+            assert sum(plan.layers) == MODEL.num_layers and plan.num_data == where.num_data
+            assert f"pp 3, 4 micro-batches, {choice.order.replace('_', ' ')}" in choice.describe(where)
 
 
 def test_leaving_choices_out_changes_no_best(monkeypatch: pytest.MonkeyPatch) -> None:
