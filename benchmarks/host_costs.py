@@ -185,7 +185,7 @@ class MachineCosts(Costs):
     def on(cls, machine: Machine, launches: Launches) -> MachineCosts:
         """Links are free: bytes cost computing time instead."""
         attention = AttentionTime.of(LatencyTable.load(machine.table), MODEL)
-        return cls(MODEL, 1, attention, FREE, FREE, FREE, 1, (1.0, 1.0), 1.0, machine, launches)
+        return cls(MODEL, 1, attention, FREE, FREE, FREE, 1, (1.0, 1.0), 1.0, 1.0, machine=machine, launches=launches)
 
     def segment_seconds(
         self, tokens: np.ndarray, backward: bool, weights: bool | None = None

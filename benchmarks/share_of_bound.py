@@ -29,7 +29,7 @@ from rich.table import Table
 from distca.cost.attention_time import shipped_table
 from distca.models import model_named
 from distca.simulate.bounds import bound, least_attention, ticks_seconds
-from distca.simulate.setting import Setting, setting
+from distca.simulate.setting import Setting, settings
 from distca.simulate.strategies import PoolChoice
 from distca.simulate.sweep import Question, compare
 from distca.spec import cluster_named
@@ -64,29 +64,31 @@ class Result:
     seconds_to_simulate: float
 
 
-def asked(options: argparse.Namespace) -> Iterator[tuple[Case, Setting]]:
-    """Settings of the figures, each with its fewest stages; with stages a micro-batch for every sequence."""
+def asked(options: argparse.Namespace) -> Iterator[tuple[Case, tuple[Setting, ...]]]:
+    """Settings of the figures, each with its fewest stages and with all numbers of micro-batches that fill these."""
     for figure in options.figures:
         for case in cases(figure, quick=False):
             if (case.model not in options.models or case.nodes not in options.nodes
                     or case.context // KIB not in options.contexts or case.data not in options.data):
                 continue
             pp = case.pipelines[0]
+            counts = [count for count in (1, 2, 4, 8, 16, 32) if case.sequences % count == 0 and count >= pp]
             for tp in options.tp:
                 try:
-                    yield case, setting(
+                    yield case, settings(
                         model_named(case.model), cluster_named(CLUSTER), gpus=8 * case.nodes, context=case.context,
-                        tp=tp, pp=pp, sequences=case.sequences,
-                        micro_batches=1 if figure == "fig9" else case.sequences)
+                        tp=tp, pp=(pp,), sequences=case.sequences,
+                        micro_batches=(1,) if figure == "fig9" else counts)
                 except UserError:
                     continue
 
 
-def measure(case: Case, where: Setting, num_batches: int) -> Result:
+def measure(case: Case, grid: tuple[Setting, ...], num_batches: int) -> Result:
     begin = perf_counter()
-    question = Question((where,), ("distca", "bound"), Source(case.data), shipped_table(TABLE), TOLERANCE, num_batches)
+    question = Question(grid, ("distca", "bound"), Source(case.data), shipped_table(TABLE), TOLERANCE, num_batches)
     found = compare(question)
     ours, floor = found.outcome("distca"), found.outcome("bound")
+    where = ours.setting
     seconds, least = ours.column("seconds"), floor.column("seconds")
     costs = question.costs(where)
     lengths = [question.batch(where, number).lengths() for number in range(num_batches)]
@@ -150,11 +152,11 @@ def run(options: argparse.Namespace, console: Console) -> None:
     host = host_facts()
     kept = json.loads(options.output.read_text(encoding="utf-8"))["rows"] if options.output.exists() else []
     results = {_key(row): row for row in (Result(**row) for row in kept)}
-    for case, where in asked(options):
+    for case, grid in asked(options):
         try:
-            row = measure(case, where, options.batches)
+            row = measure(case, grid, options.batches)
         except UserError as error:                               # it does not fit the memory
-            console.print(f"{case.figure} {case.model} {case.nodes} nodes, TP {where.tp}: {error}")
+            console.print(f"{case.figure} {case.model} {case.nodes} nodes, TP {grid[0].tp}: {error}")
             continue
         results[_key(row)] = row
         console.print(f"{row.figure} {row.model} {row.nodes} × {row.context // KIB}K {row.data} TP {row.tp} PP {row.pp}"

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import replace
-from functools import cache, partial
-from math import inf
+from functools import cache
 from multiprocessing import get_context
 from typing import Any
 
@@ -25,9 +23,9 @@ from distca.simulate.calls import PlanCosts
 from distca.simulate.costs import Costs
 from distca.simulate.execute import execute
 from distca.simulate.memory import check_fits
-from distca.simulate.outcomes import Figures, Outcome
+from distca.simulate.outcomes import Outcome
 from distca.simulate.setting import Setting
-from distca.simulate.strategies import BOUND, STRATEGIES, Choice, GroupChoice, PoolChoice, StepDocuments
+from distca.simulate.strategies import GroupChoice, PoolChoice, StepDocuments
 from distca.simulate.sweep import Question, compare
 from distca.spec import ClusterShape, ModelShape, cluster_named
 from distca.workload.sequences import Source
@@ -35,7 +33,6 @@ from paper.cases import CLUSTER, REPLICA_RANKS, TP, Case, cases
 
 TABLE = "h200"
 TOLERANCES = (0.0, 0.02, 0.05, 0.1, 0.15, 0.3, 0.5, 1.0)
-PILOT_BATCHES = 2          # choose our tolerance before all batches are run
 SHARD_KV_LEN = 65_536      # keys of the shards whose throughput is looked up
 
 Row = dict[str, Any]
@@ -156,7 +153,7 @@ def _speed(case: Case, num_batches: int) -> list[Row]:
     """Ours over WLB-ideal and over the bound, each with the pipeline, grid and micro-batches that suit it best."""
     names = ("wlb_ideal", "disaggregated", "distca", "bound")
     question = _question(case, num_batches, names)
-    by_name, one_byte = _best_pipelines(question)
+    by_name = {outcome.name: outcome for outcome in compare(question).entries}
     row: Row = {**case.facts, "too_large": [name for name in names if name not in by_name]}
     for outcome in by_name.values():
         row |= {f"{outcome.name}_seconds": outcome.step_seconds, f"{outcome.name}_choice": outcome.describe()}
@@ -172,66 +169,18 @@ def _speed(case: Case, num_batches: int) -> list[Row]:
     if "distca" in by_name:
         ours, floor = by_name["distca"], by_name["bound"].step_seconds
         row["distca_of_bound"] = floor / ours.step_seconds
-        row["one_byte_of_bound"] = floor / one_byte
+        row["one_byte_of_bound"] = floor / _one_byte_seconds(question, ours)
         row["free_links_of_bound"] = floor / float(ours.column("free_seconds").mean())
     return [row]
 
 
-def _best_pipelines(question: Question) -> tuple[dict[str, Outcome], float]:
-    """Each strategy over all batches with what suits it best, and distca's step with one-byte messages.
-
-    The first batches choose the pipeline. All batches choose a baseline's grid; ours, at the default tolerance, is
-    taken from the first batch, and its tolerance from the first few.
-    """
-    found = {BOUND: compare(replace(question, strategies=(BOUND,))).outcome(BOUND)}
-    one_byte = 0.0
-    for name in (name for name in question.strategies if name != BOUND):
-        where = min(question.settings, key=partial(_first_seconds, question, name))
-        pilot = range(question.num_batches)[:None if STRATEGIES[name].is_baseline else PILOT_BATCHES]
-        tried = [(choice, [_run(question, name, where, choice, number) for number in pilot])
-                 for choice in STRATEGIES[name].choices(where, question.tolerance)]
-        fitting = [(choice, [run for run in runs if run is not None]) for choice, runs in tried if None not in runs]
-        for choice, runs in sorted(fitting, key=lambda one: sum(run[0].seconds for run in one[1])):
-            later = [_run(question, name, where, choice, number)
-                     for number in range(len(pilot), question.num_batches)]
-            done = [run for run in (*runs, *later) if run is not None]
-            if len(done) == question.num_batches:                # else some batch does not fit: the next best
-                found[name] = Outcome(name, where, choice, tuple(figures for figures, _ in done))
-                one_byte = float(np.mean([seconds for _, seconds in done])) if name == "distca" else one_byte
-                break
-    return found, one_byte
-
-
-def _first_seconds(question: Question, name: str, where: Setting) -> float:
-    """Steps of a baseline's first batches with its best choice; of ours the first, at the default tolerance."""
-    if len(question.settings) == 1:
-        return 0.0
-    first = range(question.num_batches)[:PILOT_BATCHES if STRATEGIES[name].is_baseline else 1]
-    runs = [[_run(question, name, where, choice, number, others=False) for number in first]
-            for choice in STRATEGIES[name].choices(where, question.tolerance)
-            if not isinstance(choice, PoolChoice) or choice == PoolChoice(choice.placement)]
-    return min((sum(run[0].seconds for run in each if run is not None) for each in runs if None not in each),
-               default=inf)
-
-
-def _run(
-    question: Question, name: str, where: Setting, choice: Choice, number: int, *, others: bool = True
-) -> tuple[Figures, float] | None:
-    """A batch under one choice, and were attention's own transfers one byte long; None where it does not fit.
-
-    `others` are links that differ: free ones, and for ours those of one byte.
-    """
-    costs = question.costs(where)
-    plan = choice.step_plan(where, costs, question.batch(where, number))
-    if plan is None:
-        return None
-    known = PlanCosts(plan, costs.attention)
-    step = execute(plan, costs, plan_costs=known)
-    if step.memory.peak > where.cluster.memory_bytes:
-        return None
-    free, bare = (execute(plan, links, plan_costs=known).seconds if wanted else step.seconds for links, wanted in (
-        (costs.without_network(), others), (costs.with_one_byte(), others and not STRATEGIES[name].is_baseline)))
-    return Figures.of(step, free), bare
+def _one_byte_seconds(question: Question, outcome: Outcome) -> float:
+    """Mean step of an outcome if attention's own transfers were one byte long."""
+    where, choice = outcome.setting, outcome.choice
+    assert choice is not None, "the bound has no plan"
+    costs = question.costs(where, choice)
+    plans = [choice.step_plan(where, costs, question.batch(where, number)) for number in range(question.num_batches)]
+    return float(np.mean([execute(plan, costs.with_one_byte()).seconds for plan in plans if plan is not None]))
 
 
 def _overlap(case: Case, num_batches: int) -> list[Row]:

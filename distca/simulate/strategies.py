@@ -129,7 +129,7 @@ class GroupChoice:
         return self.packing
 
     def savings(self, modes: Sequence[str]) -> list[GroupChoice]:
-        """Return the choice with each mode, from the most memory to the least; offloading leaves nothing to dW units."""
+        """Return the choice with each mode, from the most memory to the least; offloading leaves nothing for dW."""
         return [replace(self, recompute=mode) for mode in modes if mode != "offload" or self.order not in (ZB_H1, ZBV)]
 
     def describe(self, setting: Setting) -> str:

@@ -164,41 +164,41 @@ def batch_figures(question: Question, number: int, chosen: frozenset[Key] | None
     fit the memory maps to None. A choice that was skipped maps to a lower bound on its seconds, which may be infinite.
     """
     found: Found = {}
-    for at, setting in enumerate(question.settings):
-        costs, batch = question.costs(setting), question.batch(setting, number)
-        done = _Done()                                           # baselines often make the same plan
-        for name in question.strategies:
-            if name == BOUND:
+    places = [(setting, question.costs(setting), question.batch(setting, number), _Done())
+              for setting in question.settings]
+    for name in question.strategies:
+        if name == BOUND:
+            for at, (setting, costs, batch, _) in enumerate(places):
                 floor = bound(setting, costs, batch.lengths())
                 found[at, name, None] = Figures.of(floor, floor.seconds)
-                continue
-            strategy = STRATEGIES[name]
-            listed = strategy.choices(setting, question.tolerance)
-            mine = [choice for key in chosen or () if key[:2] == (at, name) and (choice := key[2]) is not None]
-            if chosen is not None and not strategy.is_baseline:
-                listed = []
-            tried = {choice: choice.floor(setting, costs, batch) for choice in listed}
-            for choice, _ in sorted(tried.items(), key=lambda one: one[1]):  # the most promising first
-                _attempt(question, (at, name, choice), batch, found, done)
-            for choice in (one for one in mine if not isinstance(found.get((at, name, one)), Figures)):
-                found[at, name, choice] = _try(question, (at, name, choice), batch, done)
-            for best in {} if chosen is not None else _best_of_kinds(found, at, name):
-                for variant in strategy.variants(setting, best, question.tolerance, costs, batch):
-                    _attempt(question, (at, name, variant), batch, found, done, skips=False)
+            continue
+        strategy, tried = STRATEGIES[name], dict[tuple[int, str, Choice], float]()
+        for at, (setting, costs, batch, _) in enumerate(places):
+            if strategy.is_baseline or chosen is None:
+                tried |= {(at, name, choice): choice.floor(setting, costs, batch)
+                          for choice in strategy.choices(setting, question.tolerance)}
+        for key in sorted(tried, key=lambda key: tried[key]):    # the most promising first
+            _attempt(question, key, *places[key[0]][2:], found)
+        for again in (key for key in chosen or () if key[1] == name):
+            if not isinstance(found.get(again), Figures):
+                found[again] = _try(question, again, *places[again[0]][2:])
+        for at, best in [] if chosen is not None else _best_of_kinds(found, name):
+            for variant in strategy.variants(places[at][0], best, question.tolerance, *places[at][1:3]):
+                _attempt(question, (at, name, variant), *places[at][2:], found, skips=False)
     return found
 
 
-def _best_of_kinds(found: Found, at: int, name: str) -> list[Choice]:
-    """Return the best choice of a strategy for each way to pack rows, which may suit other orders."""
-    kinds: dict[str, Choice] = {}
-    for key in sorted((key for key in found if key[:2] == (at, name)), key=lambda key: _seconds(found[key])):
-        if key[2] is not None:
-            kinds.setdefault(key[2].kind, key[2])
+def _best_of_kinds(found: Found, name: str) -> list[tuple[int, Choice]]:
+    """Return the best setting and choice of a strategy for each way to pack rows, as they may suit other orders."""
+    kinds: dict[str, tuple[int, Choice]] = {}
+    for at, _, choice in sorted((key for key in found if key[1] == name), key=lambda key: _seconds(found[key])):
+        if choice is not None:
+            kinds.setdefault(choice.kind, (at, choice))
     return list(kinds.values())
 
 
 def _attempt(
-    question: Question, key: tuple[int, str, Choice], batch: StepDocuments, found: Found, done: _Done,
+    question: Question, key: tuple[int, str, Choice], batch: StepDocuments, done: _Done, found: Found, *,
     skips: bool = True,
 ) -> None:
     """Run a choice with the least recomputation that fits and record its figures.

@@ -1,0 +1,129 @@
+"""What backward recomputes, in seconds and bytes, against arithmetic on paper; and refusals whose remedies work."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from distca.cost.attention_time import shipped_table
+from distca.cost.work import RECOMPUTE, activation_bytes
+from distca.models import model_named
+from distca.planning.orders import interleaved_ticks, one_forward_one_backward
+from distca.simulate.costs import Costs
+from distca.simulate.memory import check_fits, memory
+from distca.simulate.setting import LEAST_BYTES, Setting, parse_memory, setting
+from distca.simulate.sweep import Question, compare
+from distca.spec import cluster_named
+from distca.validation import UserError
+from distca.workload.sequences import Source
+
+MODEL, LARGE = model_named("llama3-8b"), model_named("llama3-70b")
+CLUSTER = cluster_named("dgx-h200")
+TABLE = shipped_table("h200")
+COSTS = Costs.of(MODEL, CLUSTER, 1, TABLE)
+TOKENS = np.full(1, 1000.0)
+
+
+def seconds(mode: str, backward: bool = True, weights: bool | None = None) -> float:
+    return float(sum(replace(COSTS, recompute=mode).segment_seconds(TOKENS, backward, weights))[0])
+
+
+def test_bytes_of_every_mode_by_hand() -> None:
+    """Llama 3 8B: hidden 4096, 32 heads and 8 KV heads of 128, feed-forward 14336; bf16, and a float32 per head."""
+    attention = 2 * (4096 + 2 * 1024 + 4096) + 4 * 32
+    assert [activation_bytes(1, MODEL, recompute=mode) for mode in RECOMPUTE] == [
+        2 * (4 * 4096 + 3 * 14336) + attention, 2 * (4 * 4096 + 2 * 14336) + attention, 2 * 4096 + attention,
+        2 * (4096 + 4096) + 4 * 32]
+
+
+def test_seconds_of_every_mode_by_hand() -> None:
+    forward = COSTS.linear_flops_per_second[0]
+    qkv, output, ffn = 4096 * (4096 + 2 * 1024), 4096 * 4096, 4096 * 14336
+    none = seconds("none")
+    assert seconds("full") - none == pytest.approx(1000 * 2 * (qkv + output + 2 * ffn) / forward)  # no last product
+    assert seconds("offload") - none == pytest.approx(1000 * 2 * (2 * qkv + output + 3 * ffn) / forward)
+    assert seconds("selective") - none == pytest.approx(1000 * 2 * (5 * 4096 + 3 * 14336) / 4.8e12)
+    for mode in RECOMPUTE:
+        assert seconds(mode, backward=False) == pytest.approx(seconds("none", backward=False))  # 50 GB/s keep up
+        assert seconds(mode, weights=True) == seconds("none", weights=True)      # dW finds all it needs
+        assert seconds(mode, weights=False) - seconds("none", weights=False) == pytest.approx(seconds(mode) - none)
+
+
+def test_a_slow_host_link_is_what_a_layer_takes() -> None:
+    slow = replace(COSTS, recompute="offload", host_bandwidth=1e9)
+    for backward in (False, True):
+        assert sum(slow.segment_seconds(TOKENS, backward))[0] == pytest.approx(1000 * 16_512 / 1e9)
+
+
+def test_a_recomputed_part_waits_for_its_weight_unit_whole() -> None:
+    """Four layers on two stages, eight micro-batches of 100 tokens: 1F1B keeps 2 and 1 of them, and a layer is whole
+    while it is recomputed."""
+    tokens = np.full((8, 1), 100)
+    whole, kept = (100 * activation_bytes(1, MODEL, recompute=mode) for mode in ("none", "full"))
+    full = replace(COSTS, recompute="full")
+    held = memory(full, (2, 2), one_forward_one_backward(2, 8), tokens).activations
+    assert held.tolist() == [2 * 2 * kept + whole - kept, 2 * kept + whole - kept]
+    fused, apart = (memory(full, (2, 2), interleaved_ticks(2, 8, 1, splits), tokens).activations.max()
+                    for splits in (False, True))
+    assert apart >= fused + 2 * (whole - kept) - 2 * kept        # a part of two layers waits for dW
+    offloaded = memory(replace(COSTS, recompute="offload"), (2, 2), one_forward_one_backward(2, 8), tokens).activations
+    assert offloaded.tolist() == [100 * (2 * 16_512) + whole] * 2
+
+
+@pytest.mark.parametrize(("gpus", "tp"), [(16, 8), (64, 8), (256, 8), (32, 4)])
+def test_large_models_have_an_answer_by_default(gpus: int, tp: int) -> None:
+    where = setting(LARGE, CLUSTER, gpus=gpus, context=131_072, tp=tp)
+    found = compare(Question((where,), ("per_document_cp", "distca"), Source("prolong"), TABLE, 0.05, 1))
+    assert len(found.outcomes) == 2 and not found.too_large
+    for outcome in found.outcomes:
+        assert "recompute" in outcome.describe() or "offload" in outcome.describe()
+        assert outcome.peak_memory_gb * 1e9 <= CLUSTER.memory_bytes
+
+
+def asked(where: Setting, remedy: str) -> Setting:
+    """The setting that a refusal asks for; what it does not name is as by default."""
+    option, value = re.search(r"give --(\w+) (\w+)", remedy).groups()  # type: ignore[union-attr]
+    options = {"gpus": where.gpus, "tp": where.tp, "pp": where.pp, "context": where.context,
+               "recompute": where.recompute, option: value if option == "recompute" else int(value)}
+    return setting(where.model, where.cluster, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("where", [
+    setting(LARGE, CLUSTER, gpus=8, context=131_072), setting(LARGE, CLUSTER, gpus=16, context=131_072, tp=2),
+    setting(LARGE, CLUSTER, gpus=32, context=131_072, tp=1, pp=2),
+    setting(LARGE, CLUSTER, gpus=16, context=131_072, recompute="none"),
+    setting(LARGE, CLUSTER, gpus=32, context=131_072, pp=4, recompute="selective"),
+    setting(MODEL, CLUSTER, gpus=64, context=131_072, sequences=4096)])
+def test_remedies_work(where: Setting) -> None:
+    with pytest.raises(UserError) as refusal:
+        check_fits(where, Costs.of(where.model, CLUSTER, where.tp, TABLE))
+    other = asked(where, str(refusal.value))
+    check_fits(other, Costs.of(other.model, CLUSTER, other.tp, TABLE))
+
+
+def test_memory_is_micro_batches_or_bytes() -> None:
+    assert (parse_memory(None), parse_memory("4"), parse_memory("60GB"), parse_memory("60e9")) == (0.0, 4.0, 60e9, 60e9)
+    for text in ("", "GB", "-1", "nan", "many", "0.1MB"):
+        with pytest.raises(UserError, match="give micro-batches, such as 4, or bytes, such as 60GB"):
+            parse_memory(text)
+
+
+@pytest.mark.parametrize(("memory_", "said"), [(3.0, "'1f1b' the least; give --memory 4 or more"),
+                                               (2e9, "give --memory ")])
+def test_a_memory_that_no_order_keeps_to_is_refused(memory_: float, said: str) -> None:
+    def question(most: float) -> Question:
+        where = setting(MODEL, CLUSTER, gpus=64, context=65_536, pp=4, memory=most)
+        return Question((where,), ("distca",), Source("prolong"), TABLE, 0.05, 1)
+
+    with pytest.raises(UserError, match=re.escape(said)) as refusal:
+        question(memory_)
+    needed = parse_memory(re.search(r"--memory (\S+)", str(refusal.value))[1])  # type: ignore[index]
+    (outcome,) = compare(question(needed)).outcomes
+    assert outcome.choice is not None
+    if memory_ < LEAST_BYTES:
+        assert outcome.choice.order == "1f1b"
+    else:
+        assert outcome.peak_memory_gb * 1e9 <= needed
