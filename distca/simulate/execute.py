@@ -271,15 +271,16 @@ class _Execution:
         return found
 
     def _send(self, units: _Units, ready: np.ndarray) -> None:
-        """Send activations to the next part's stage and gradients to the previous one's; receives are posted at a
-        tick's end.
+        """Send activations to the next part's stage and gradients to the previous one's.
 
-        A rank sends when its own layers are done and its NIC is free, even if it serves other stages after that.
+        A rank sends when its own layers are done and its NIC is free, even if it serves other stages after that. If
+        stages share attention, receives are posted at a tick's end; otherwise ahead, and nobody waits for a send.
         """
         clock, of = self.clock, self.step.ticks.stage_of
         tokens = np.zeros(self.num_ranks)
         tokens[self.is_own] = self.tokens[units.micro_batch].sum(axis=1).ravel()
-        seconds, posted = self.costs.send_seconds(tokens, self.num_data), clock.compute_free
+        seconds = self.costs.send_seconds(tokens, self.num_data)
+        posted = clock.compute_free if self.step.is_shared else np.zeros(self.num_ranks)
         self.leaving = np.zeros(self.num_ranks)
         for phase, name, way in ((False, "send activations", 1), (True, "send gradients", -1)):
             to = units.part + way                                # [stages] part that receives
@@ -293,7 +294,7 @@ class _Execution:
                 else:
                     arrival, sent = clock.shift(name, ready, posted, seconds, self.is_own & group[self.stage],
                                                 distance * self.num_data)
-                    self.leaving = np.maximum(self.leaving, sent)
+                    self.leaving = np.maximum(self.leaving, sent if self.step.is_shared else 0.0)
                 for stage in np.flatnonzero(group).tolist():
                     there = self.is_own & (self.stage == target[stage])
                     self.arrived[int(phase), to[stage], units.micro_batch[stage], there] = arrival[there]
