@@ -68,12 +68,12 @@ def ticks_seconds(
     shared = ticks.active * parts[ticks.part] * attention[ticks.backward.astype(int), ticks.micro_batch]
     work = seconds + shared / setting.num_data                   # [ticks, stages] of a rank
     found = (float(np.maximum(seconds.max(axis=1), work.mean(axis=1)).sum()) if ticks.same_phase else
-             _follow(ticks, work))
+             follow(ticks, work))
     of_stages = np.bincount(ticks.stage_of, weights=parts)
     return found + float(costs.optimizer_seconds(of_stages, setting.num_data).max())
 
 
-def _follow(ticks: Ticks, seconds: np.ndarray) -> float:
+def follow(ticks: Ticks, seconds: np.ndarray) -> float:
     """Run the units of [ticks, stages] seconds in each stage's order, without waiting for anything but their inputs."""
     ready = np.zeros((2, ticks.num_parts + 2, ticks.num_micro_batches))  # input of each part, from one to the other end
     free = np.zeros(ticks.num_stages)

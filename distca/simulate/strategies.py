@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 
@@ -66,16 +67,13 @@ class StepDocuments:
 class PoolChoice:
     """Our plan: attention is shared by all ranks."""
 
+    packing: ClassVar[str] = "placed"
     placement: str
     tolerance: float = DEFAULT_TOLERANCE
     ping_pong: bool = True
     order: str = "same_phase"  # see `planning.orders.orders`
     recompute: str = "none"
     splits: bool = True        # interleaved orders: dW units apart, which keep a part's activations until they run
-
-    @property
-    def kind(self) -> str:
-        return "shared"
 
     def savings(self, modes: Sequence[str]) -> list[PoolChoice]:
         """Return the choice with each mode, from the most memory to the least; the last two without dW units.
@@ -124,16 +122,12 @@ class GroupChoice:
     moved: int = 0  # layers that the last part leaves to others, as it has the head
     recompute: str = "none"
 
-    @property
-    def kind(self) -> str:
-        return self.packing
-
     def savings(self, modes: Sequence[str]) -> list[GroupChoice]:
         """Return the choice with each mode, from the most memory to the least; offloading leaves nothing for dW."""
         return [replace(self, recompute=mode) for mode in modes if mode != "offload" or self.order not in (ZB_H1, ZBV)]
 
     def describe(self, setting: Setting) -> str:
-        moved = f", {self.moved} layers off the last stage" if self.moved else ""
+        moved = f", {self.moved} layer{'s' * (self.moved > 1)} off the last stage" if self.moved else ""
         return (f"{self.packing} rows, dp {setting.num_data // self.cp} x cp {self.cp} by {self.sharding}, "
                 f"{_pipeline(setting, self.order)}{moved}{_RECOMPUTES[self.recompute]}")
 
@@ -144,11 +138,6 @@ class GroupChoice:
         layer = sum(float(part[0]) for backward in (False, True) for part in costs.segment_seconds(tokens, backward))
         most = setting.model.num_layers / setting.pp             # of some stage
         return setting.num_micro_batches * most * (layer + 2 * costs.ring_seconds(keys, self.cp))
-
-    def estimate(self, setting: Setting, costs: Costs, attention: np.ndarray) -> float:
-        """Seconds of the order with free links and attention that divides evenly over ranks."""
-        ticks = local_order(self.order, setting.pp, setting.num_micro_batches)
-        return ticks_seconds(setting, costs, ticks, self._layers(setting, ticks), attention)
 
     def step_plan(self, setting: Setting, costs: Costs, batch: StepDocuments) -> StepPlan | None:
         """Plan a step; None if it cannot fit the memory or would have too many shards."""
@@ -167,22 +156,23 @@ class GroupChoice:
         cuts: dict[str, Cut] = {
             "sequence": per_sequence_layout, "document": head_tail_layout,
             "adaptive": partial(adaptive_layout, cost=costs.attention)}
-        ticks = local_order(self.order, setting.pp, len(rows))
+        ticks, layers = self.ticks(setting, len(rows))
         return step_of_groups(rows, cuts[self.sharding], setting.model, cp=self.cp, tp=setting.tp, ticks=ticks,
-                              layers=self._layers(setting, ticks))
+                              layers=layers)
 
-    def _layers(self, setting: Setting, ticks: Ticks) -> tuple[int, ...]:
-        """Layers of each part."""
+    def ticks(self, setting: Setting, num_micro_batches: int) -> tuple[Ticks, tuple[int, ...]]:
+        """Return the order's ticks and the layers of its parts."""
+        ticks = local_order(self.order, setting.pp, num_micro_batches)
         num_layers, parts = setting.model.num_layers, ticks.num_parts
-        last = max(layers_of_stages(num_layers, parts)[-1] - self.moved, 1)
-        return (*layers_of_stages(num_layers - last, parts - 1), last) if self.moved else layers_of_stages(
-            num_layers, parts)
+        even = layers_of_stages(num_layers, parts)
+        last = max(even[-1] - self.moved, 1)
+        return ticks, (*layers_of_stages(num_layers - last, parts - 1), last) if self.moved else even
 
     def _fits(self, setting: Setting, costs: Costs, tokens: np.ndarray) -> bool:
         """Return whether rows of [micro-batches, replicas] tokens fit the memory."""
-        ticks = local_order(self.order, setting.pp, len(tokens))
+        ticks, layers = self.ticks(setting, len(tokens))
         tokens = np.repeat(-(-tokens // self.cp), self.cp, axis=1)  # [micro-batches, data ranks]
-        held = memory(costs, self._layers(setting, ticks), ticks, tokens, gather_ranks=self.cp)
+        held = memory(costs, layers, ticks, tokens, gather_ranks=self.cp)
         return held.peak <= setting.cluster.memory_bytes
 
     def _chunks_that_fit(self, setting: Setting, costs: Costs, lengths: np.ndarray) -> np.ndarray | None:
@@ -229,8 +219,8 @@ def _grouped(name: str, packings: Sequence[str], sharding: str) -> Strategy:
         names = local_orders(setting.pp, setting.model.num_layers) if setting.pp > 1 else ()
         count = setting.num_micro_batches
         attention = np.repeat(least_attention(costs, [batch.lengths()]) / count, count, axis=1)  # rows of equal work
-        seconds = {other: other.estimate(setting, costs, attention) for order in names
-                   for moved in range(_MOST_MOVED + 1) for other in [replace(choice, order=order, moved=moved)]}
+        others = [replace(choice, order=order, moved=moved) for order in names for moved in range(_MOST_MOVED + 1)]
+        seconds = {other: ticks_seconds(setting, costs, *other.ticks(setting, count), attention) for other in others}
         best = [min((other for other in seconds if other.order == order), key=lambda other: seconds[other])
                 for order in names]
         return sorted((other for other in best if other != choice), key=lambda other: seconds[other])[:_MOST_ORDERS]

@@ -150,10 +150,10 @@ def _chosen(question: Question, batches: Sequence[Found]) -> frozenset[Key] | No
         return None
     found: list[Key | None] = []
     for name in question.strategies:
-        for kind in sorted({key[2].kind for key in batches[0] if key[1] == name and key[2] is not None}):
-            found.append(best := _best_key(question, name, batches, kind))
+        for packing in sorted({key[2].packing for key in batches[0] if key[1] == name and key[2] is not None}):
+            found.append(best := _best_key(question, name, batches, packing))
             if best is not None and best[2] is not None and STRATEGIES[name].is_baseline:
-                found.append(_best_key(question, name, batches, kind, best[2].order))
+                found.append(_best_key(question, name, batches, packing, best[2].order))
     return frozenset(key for key in found if key is not None)
 
 
@@ -182,19 +182,19 @@ def batch_figures(question: Question, number: int, chosen: frozenset[Key] | None
         for again in (key for key in chosen or () if key[1] == name):
             if not isinstance(found.get(again), Figures):
                 found[again] = _try(question, again, *places[again[0]][2:])
-        for at, best in [] if chosen is not None else _best_of_kinds(found, name):
+        for at, best in [] if chosen is not None else _best_of_packings(found, name):
             for variant in strategy.variants(places[at][0], best, question.tolerance, *places[at][1:3]):
                 _attempt(question, (at, name, variant), *places[at][2:], found, skips=False)
     return found
 
 
-def _best_of_kinds(found: Found, name: str) -> list[tuple[int, Choice]]:
+def _best_of_packings(found: Found, name: str) -> list[tuple[int, Choice]]:
     """Return the best setting and choice of a strategy for each way to pack rows, as they may suit other orders."""
-    kinds: dict[str, tuple[int, Choice]] = {}
+    best: dict[str, tuple[int, Choice]] = {}
     for at, _, choice in sorted((key for key in found if key[1] == name), key=lambda key: _seconds(found[key])):
         if choice is not None:
-            kinds.setdefault(choice.kind, (at, choice))
-    return list(kinds.values())
+            best.setdefault(choice.packing, (at, choice))
+    return list(best.values())
 
 
 def _attempt(
@@ -275,9 +275,9 @@ def _best_outcome(question: Question, name: str, batches: Sequence[Found]) -> Ou
         figures for found in batches if isinstance(figures := found[key], Figures)))
 
 
-def _best_key(question: Question, name: str, batches: Sequence[Found], kind: str | None = None, not_order: str = ""
+def _best_key(question: Question, name: str, batches: Sequence[Found], packing: str | None = None, not_order: str = ""
               ) -> Key | None:
-    """Return the choice with the best mean, of a kind and in other orders if asked; batches that skipped it run it now.
+    """Return the choice with the best mean, of a packing and in other orders if asked; batches that skipped it run it.
 
     A variant that the first batches did not all try is tried by all of them.
     """
@@ -285,7 +285,7 @@ def _best_key(question: Question, name: str, batches: Sequence[Found], kind: str
         for key in {key: None for other in batches for key in other if key not in found}:
             found[key] = 0.0 if number < BATCHES_TO_CHOOSE_ON else inf
     keys = [key for key in batches[0] if key[1] == name and (
-        kind is None or (key[2] is not None and key[2].kind == kind and key[2].order != not_order))]
+        packing is None or (key[2] is not None and key[2].packing == packing and key[2].order != not_order))]
     while keys := [key for key in keys if all(found[key] is not None for found in batches)]:
         best = min(keys, key=lambda key: sum(_seconds(found[key]) for found in batches))
         skipped = next((number for number, found in enumerate(batches) if isinstance(found[best], float)), None)

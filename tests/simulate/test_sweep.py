@@ -12,9 +12,11 @@ from distca.cost.latency_table import analytic_table
 from distca.cost.network import find_cluster, read_cluster
 from distca.models import model_named
 from distca.planning.choose import AUTO
+from distca.planning.local_orders import local_order
+from distca.simulate.bounds import follow
 from distca.simulate.costs import Costs
 from distca.simulate.execute import execute
-from distca.simulate.outcomes import Comparison
+from distca.simulate.outcomes import Comparison, Figures
 from distca.simulate.setting import setting
 from distca.simulate.strategies import NAMES, STRATEGIES, GroupChoice, StepDocuments
 from distca.simulate.sweep import Question, batch_figures, compare, replay
@@ -158,6 +160,30 @@ def test_every_strategy_makes_steps_of_the_same_documents() -> None:
             assert sorted(lengths.tolist()) == sorted(batch.lengths().tolist()), (strategy.name, choice)
             assert sum(plan.layers) == MODEL.num_layers and plan.num_data == where.num_data
             assert f"pp 3, 4 micro-batches, {choice.order.replace('_', ' ')}" in choice.describe(where)
+
+
+def test_baselines_keep_the_best_of_their_orders() -> None:
+    """By hand: one layer takes as long in every stage, and the head of the last as long as some; moved layers even it
+    out. Unit by unit, orders take the ticks that their papers say."""
+    where = setting(MODEL, CLUSTER, gpus=64, context=65_536, pp=4)
+    question = Question((where,), ("per_document_cp",), Source("prolong"), TABLE, 0.05, 1)
+    found = batch_figures(question, 0)
+    tried = {key[2]: figures.seconds for key, figures in found.items()
+             if isinstance(figures, Figures) and isinstance(key[2], GroupChoice)}
+    plain = min(seconds for choice, seconds in tried.items() if (choice.order, choice.moved) == ("1f1b", 0))
+    best = compare(question).outcome("per_document_cp")
+    assert isinstance(best.choice, GroupChoice) and best.choice.order != "1f1b" and best.choice.moved > 0
+    assert best.step_seconds == min(tried.values()) < 0.95 * plain
+    choice = GroupChoice(2, "fixed", "document", moved=2)
+    moved = choice.step_plan(where, question.costs(where), question.batch(where, 0))
+    assert moved is not None and moved.layers == (9, 9, 8, 6)
+    for name, ticks in (("1f1b", 2 * (8 + 3)), ("zb_h1", 3 * 8 + 3), ("zbv", 6 * 8 + 3),
+                        ("interleaved_1f1b_2", 2 * 2 * 8 + 2 * 3)):
+        table = local_order(name, 4, 8)
+        units = (table.active | (table.weight >= 0)).astype(float)
+        assert follow(table, units) == ticks == table.num_ticks, name
+    slow = np.where(table.active & table.backward, 2.0, units)   # backward twice as long: vM forward, 2vM backward
+    assert follow(table, slow) == 3 * 2 * 8 + 3 * 3
 
 
 def test_leaving_choices_out_changes_no_best(monkeypatch: pytest.MonkeyPatch) -> None:
