@@ -56,6 +56,7 @@ class Costs:
     memory_bandwidth: float
     host_bandwidth: float
     recompute: str = "none"         # see `cost.work.RECOMPUTE`
+    gather_ranks: int = 1           # of a context-parallel group, whose keys are offloaded too
 
     @classmethod
     def of(cls, model: ModelShape, cluster: ClusterShape, tp: int, cost: Cost) -> Costs:
@@ -109,7 +110,8 @@ class Costs:
             again = self._recompute_seconds(tokens, qkv, whole - qkv)
             before, behind = before + again[0], behind + again[1]
         if self.recompute == "offload":
-            host = activation_bytes(tokens, model, tp, "offload") / self.host_bandwidth
+            keys = self.gather_ranks * model.kv_token_bytes(tp) * (self.gather_ranks > 1)
+            host = (activation_bytes(tokens, model, tp, "offload") + tokens * keys) / self.host_bandwidth
             behind = np.maximum(behind, host - before)
         return before, behind
 

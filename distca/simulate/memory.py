@@ -4,8 +4,8 @@ Weights stay in bf16 on every rank of a stage; the float32 master copy and Adam'
 ranks. Float32 gradients are sharded too if a step is one micro-batch, and whole otherwise. What a layer keeps for
 backward depends on what backward recomputes (`cost.work.activation_bytes`). A layer that recomputes has all its
 activations while its backward runs, and until its dW if that is a unit of its own. Offloading leaves two layers on the
-GPU: the one being copied and the one in use. Keys that a context-parallel group gathers are kept. Exchange buffers
-live for one layer, two at a time under ping-pong. A dedicated server has only buffers.
+GPU: the one being copied and the one in use. Keys that a context-parallel group gathers are kept or offloaded too.
+Exchange buffers live for one layer, two at a time under ping-pong. A dedicated server has only buffers.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def memory(
     gathered = np.zeros_like(live)
     if gather_ranks > 1:
         groups = np.repeat(tokens.reshape(len(tokens), -1, gather_ranks).sum(axis=2), gather_ranks, axis=1)
-        gathered = peak_live(ticks, layers, groups) * costs.model.kv_token_bytes(costs.tp)
+        kept = peak_live(ticks, layers, groups) if costs.recompute != "offload" else np.broadcast_to(
+            2 * groups.max(axis=0), live.shape)
+        gathered = kept * costs.model.kv_token_bytes(costs.tp)
     states, live, gathered = (np.append(part.ravel(), np.zeros(len(held) - part.size))  # dedicated servers follow
                               for part in (states, live, gathered))
     return Memory(states, live, gathered, held)
@@ -96,7 +98,7 @@ def check_fits(setting: Setting, costs: Costs) -> None:
     if needed <= there:
         return
     remedy = next((text for text, other in _changes(setting) if _least(other, costs)[1] <= 0.95 * there),
-                  "more --gpus, a shorter --context, or a larger --tp or --pp")
+                  "a smaller --model, or more --gpus with a larger --pp")
     if states >= there:
         raise UserError(
             f"cluster {setting.cluster.name!r} cannot hold {setting.model.name!r}: weights, gradients and optimizer "
@@ -121,17 +123,18 @@ def _changes(setting: Setting) -> Iterator[tuple[str, Setting]]:
         yield "--recompute auto", replace(setting, recompute="auto")
     each, count = setting.sequences_per_micro_batch, setting.num_micro_batches
     powers = [2**n for n in range(1, 24)]
-    for option, value, change in (
-        *(("sequences", each // by * count, {"sequences_per_micro_batch": each // by}) for by in powers),
-        *(("context", setting.context // by, {"context": setting.context // by}) for by in powers),
-        *(("tp", setting.tp * by, {"tp": setting.tp * by}) for by in powers[:3]),
-        *(("pp", setting.pp * by, {"pp": setting.pp * by, "num_micro_batches": max(count, 2 * setting.pp * by)})
-          for by in powers[:5]),
-        *(("gpus", setting.gpus * by, {"gpus": setting.gpus * by, "sequences_per_micro_batch": each * by})
-          for by in powers[:10]),                                # by default a step grows with its GPUs
+    for options, change in (
+        *((f"--sequences {each // by * count}", {"sequences_per_micro_batch": each // by}) for by in powers),
+        *((f"--context {setting.context // by}", {"context": setting.context // by}) for by in powers),
+        *((f"--tp {setting.tp * by}", {"tp": setting.tp * by}) for by in powers
+          if setting.tp * by <= setting.cluster.gpus_per_node),
+        *((" ".join([f"--gpus {setting.gpus * more}"] * (more > 1) + [f"--pp {setting.pp * by}"] * (by > 1)),
+           {"gpus": setting.gpus * more, "pp": setting.pp * by, "num_micro_batches": max(count, 2 * setting.pp * by) if
+            by > 1 else count, "sequences_per_micro_batch": max(each * more // by, 1)})  # by default as many per rank
+          for more in (1, *powers[:10]) for by in (1, *powers[:5]) if more * by > 1),
     ):
         try:
-            yield f"--{option} {value}", replace(setting, **change)
+            yield options, replace(setting, **change)
         except UserError:                                        # it does not divide
             continue
 

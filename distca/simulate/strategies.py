@@ -68,6 +68,7 @@ class PoolChoice:
     """Our plan: attention is shared by all ranks."""
 
     packing: ClassVar[str] = "placed"
+    cp: ClassVar[int] = 1
     placement: str
     tolerance: float = DEFAULT_TOLERANCE
     ping_pong: bool = True

@@ -72,7 +72,7 @@ class Question:
     def costs(self, setting: Setting, choice: Choice | None = None) -> Costs:
         """Costs of a setting, and of a choice with what it recomputes."""
         found = Costs.of(setting.model, setting.cluster, setting.tp, self.table)
-        return found if choice is None else replace(found, recompute=choice.recompute)
+        return found if choice is None else replace(found, recompute=choice.recompute, gather_ranks=choice.cp)
 
     def batch(self, setting: Setting, number: int) -> StepDocuments:
         return StepDocuments(tuple(batch_sequences(

@@ -86,15 +86,19 @@ def test_large_models_have_an_answer_by_default(gpus: int, tp: int) -> None:
 
 def asked(where: Setting, remedy: str) -> Setting:
     """The setting that a refusal asks for; what it does not name is as by default."""
-    option, value = re.search(r"give --(\w+) (\w+)", remedy).groups()  # type: ignore[union-attr]
+    given = {option: value if option == "recompute" else int(value)
+             for option, value in re.findall(r"--(\w+) (\w+)", remedy[remedy.index("; give "):])}
+    assert given
     options = {"gpus": where.gpus, "tp": where.tp, "pp": where.pp, "context": where.context,
-               "recompute": where.recompute, option: value if option == "recompute" else int(value)}
+               "recompute": where.recompute, **given}
     return setting(where.model, where.cluster, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("where", [
     setting(LARGE, CLUSTER, gpus=8, context=131_072), setting(LARGE, CLUSTER, gpus=16, context=131_072, tp=2),
     setting(LARGE, CLUSTER, gpus=32, context=131_072, tp=1, pp=2),
+    setting(model_named("llama3-405b"), CLUSTER, gpus=64, context=131_072),
+    setting(model_named("deepseek-v3"), CLUSTER, gpus=64, context=131_072),
     setting(LARGE, CLUSTER, gpus=16, context=131_072, recompute="none"),
     setting(LARGE, CLUSTER, gpus=32, context=131_072, pp=4, recompute="selective"),
     setting(MODEL, CLUSTER, gpus=64, context=131_072, sequences=4096)])
