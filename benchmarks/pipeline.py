@@ -40,7 +40,7 @@ from rich.table import Table
 from torch import nn
 
 from distca.models import MODELS
-from distca.planning.orders import one_forward_one_backward
+from distca.planning.local_orders import one_forward_one_backward
 from distca.spec import ModelShape
 from distca.trace import StepTrace
 from distca.train.batches import RowPlans, StageWork, step_plan
@@ -201,7 +201,7 @@ class StageTrainer(Trainer):
         self.uncounted = self.work
         self.counted = CountedWork(self.decoder, self.attention, tensor=1, dtype=self.work.shapes.dtype, device=device,
                                    loss_chunk_tokens=settings.optimizer.loss_chunk_tokens,
-                                   gradients=self.work.gradients)
+                                   gradients=self.work.gradients, spreads_head=self.work.spreads_head)
 
     def take(self, documents: Sequence[np.ndarray]) -> None:
         plan = step_plan(documents, self.settings, self.decoder.shape.model, self.num_data)

@@ -36,12 +36,14 @@ def at_home(layout: Layout, model: ModelShape, *, tp: int = 1, cost: AttentionTi
 
 
 def at_home_step(
-    micro_batches: Sequence[np.ndarray], model: ModelShape, *, num_data: int, layers: Sequence[int], tp: int = 1
+    micro_batches: Sequence[np.ndarray], model: ModelShape, *, num_data: int, layers: Sequence[int], tp: int = 1,
+    ticks: Ticks | None = None,
 ) -> StepPlan:
-    """Plan a step without balancing: documents in the loader's order over the data ranks, stages in 1F1B."""
+    """Plan a step without balancing: documents in the loader's order over the data ranks, stages by default in 1F1B."""
     packed = [MicroBatch(np.asarray(lengths, dtype=np.int64), pack_whole(lengths, ranks=num_data))
               for lengths in micro_batches]
-    return step_among_data_ranks(packed, lambda layout: at_home(layout, model, tp=tp), model, layers=layers, tp=tp)
+    return step_among_data_ranks(packed, lambda layout: at_home(layout, model, tp=tp), model, layers=layers, tp=tp,
+                                 ticks=ticks)
 
 
 Cut = Callable[[Layout, int], Layout]  # (rows of replicas, ranks per group) -> rows of ranks
@@ -96,12 +98,12 @@ def per_sequence_layout(layout: Layout, cp: int) -> Layout:
 
 def per_document_cp_step(
     micro_batches: Sequence[np.ndarray], model: ModelShape, *, num_data: int, layers: Sequence[int], tp: int = 1,
-    cp: int | None = None,
+    cp: int | None = None, ticks: Ticks | None = None,
 ) -> StepPlan:
     """Plan a step that cuts documents over groups of cp data ranks, by default over all of a stage."""
     cp = num_data if cp is None else cp
     return step_of_groups(fixed_rows(micro_batches, num_data // cp), head_tail_layout, model, cp=cp, layers=layers,
-                          tp=tp)
+                          tp=tp, ticks=ticks)
 
 
 def head_tail_layout(layout: Layout, cp: int) -> Layout:

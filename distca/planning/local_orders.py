@@ -1,4 +1,4 @@
-"""Orders of a pipeline whose stages keep their attention: what baselines may run instead of plain 1F1B.
+"""Orders of a pipeline whose stages keep their attention: 1F1B, and what may run instead of it.
 
 Each stage has a list of units that it runs one after the other, and a tick is one unit long. With S stages and M
 micro-batches, M >= S:
@@ -24,13 +24,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from distca.planning.orders import ONE_FORWARD_ONE_BACKWARD, one_forward_one_backward
 from distca.planning.schedule import IDLE, Ticks
 from distca.validation import UserError, check_whole
 
 FORWARD, BACKWARD, WEIGHT = range(3)
 Unit = tuple[int, int, int]  # kind, part, micro-batch
-INTERLEAVED_1F1B, ZB_H1, ZBV = "interleaved_1f1b_", "zb_h1", "zbv"
+ONE_FORWARD_ONE_BACKWARD, INTERLEAVED_1F1B, ZB_H1, ZBV = "1f1b", "interleaved_1f1b_", "zb_h1", "zbv"
 CHUNKS = (2, 4)              # parts a stage that are listed
 
 
@@ -59,6 +58,17 @@ def local_order(name: str, num_stages: int, num_micro_batches: int) -> Ticks:
     chunks = int(name.removeprefix(INTERLEAVED_1F1B))
     return _table([_interleaved(stage, num_stages, num_micro_batches, chunks) for stage in stages.tolist()],
                   np.tile(stages, chunks))
+
+
+def one_forward_one_backward(num_stages: int, num_micro_batches: int) -> Ticks:
+    """Return 1F1B ticks, each forward and backward one tick long; ticks mix phases, so attention cannot be shared.
+
+    Stage s runs S-1-s warm-up forwards, then alternates one forward and one backward, each as early as possible.
+    """
+    stage, micro_batch = grid(num_stages, num_micro_batches)
+    warming = micro_batch < num_stages - stage                   # these forwards wait for no backward
+    return ticks_at(np.where(warming, micro_batch + stage, 2 * micro_batch + stage),
+                    2 * (micro_batch + num_stages) - 1 - stage)
 
 
 def _interleaved(stage: int, num_stages: int, num_micro_batches: int, chunks: int) -> list[Unit]:
@@ -137,3 +147,24 @@ def _needs(unit: Unit, last_part: int) -> list[Unit]:
     if kind == WEIGHT:
         return [(BACKWARD, part, number)]
     return [(FORWARD, part, number), *([(BACKWARD, part + 1, number)] if part < last_part else [])]
+
+
+def grid(num_stages: int, num_micro_batches: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return stage indices [stages, 1] and micro-batch indices [1, micro-batches]."""
+    check_whole("num_stages", num_stages)
+    check_whole("num_micro_batches", num_micro_batches)
+    return np.arange(num_stages)[:, None], np.arange(num_micro_batches)[None, :]
+
+
+def ticks_at(forward: np.ndarray, backward: np.ndarray) -> Ticks:
+    """Build the table from the forward and backward tick of each [stage, micro-batch]."""
+    num_stages, num_micro_batches = forward.shape
+    micro_batch = np.full((int(backward.max()) + 1, num_stages), IDLE)
+    is_backward = np.zeros(micro_batch.shape, dtype=bool)
+    stage, number = np.indices(forward.shape)
+    micro_batch[forward, stage] = number
+    micro_batch[backward, stage] = number
+    is_backward[backward, stage] = True
+    idle = micro_batch == IDLE
+    is_backward |= idle & (is_backward | idle).all(axis=1, keepdims=True)
+    return Ticks(micro_batch, is_backward, num_micro_batches)

@@ -30,39 +30,54 @@ from itertools import pairwise
 import numpy as np
 
 from distca.cost.work import causal_pairs
+from distca.planning.local_orders import (
+    INTERLEAVED_1F1B,
+    ONE_FORWARD_ONE_BACKWARD,
+    ZB_H1,
+    grid,
+    local_order,
+    ticks_at,
+)
 from distca.planning.schedule import IDLE, Ticks
 from distca.validation import UserError, check_whole, short
 
 Row = list[tuple[int, int]]  # [stages] (part, micro-batch), or _NONE
 _NONE = (0, IDLE)
-SAME_PHASE, INTERLEAVED, ONE_FORWARD_ONE_BACKWARD = "same_phase", "interleaved_", "1f1b"  # names of orders
+SAME_PHASE, INTERLEAVED = "same_phase", "interleaved_"  # names of orders
 MOST_CHUNKS = 8              # parts a stage that `orders` lists
 
 
 def orders(num_stages: int, num_micro_batches: int, num_layers: int, splits: bool = True) -> dict[str, Ticks]:
     """Return the orders in which our steps may run, by the name that settings give them.
 
-    In all but `1f1b`, stages share attention. `interleaved_v` has v parts a stage, as many as divide the layers evenly,
-    or 1, 2, 4 and 8 if none does. Without a pipeline all orders are the same, and only `same_phase` is listed.
+    Stages share attention in `same_phase` and `interleaved_v`, with v parts a stage, as many as divide the layers
+    evenly, or 1, 2, 4 and 8 if none does. They do not in `1f1b` and, if `splits`, `zb_h1`, which keep fewer
+    micro-batches. Without a pipeline all orders are the same, and only `same_phase` is listed.
     """
     names = [SAME_PHASE]
     if num_stages > 1:
         most = min(MOST_CHUNKS, num_layers // num_stages)
         even = [chunks for chunks in range(1, most + 1) if num_layers % (num_stages * chunks) == 0]
         names += [f"{INTERLEAVED}{chunks}" for chunks in even or [count for count in (1, 2, 4, 8) if count <= most]]
-        names.append(ONE_FORWARD_ONE_BACKWARD)
+        names += [ONE_FORWARD_ONE_BACKWARD, *[ZB_H1] * splits]
     return {name: order_named(name, num_stages, num_micro_batches, splits) for name in names}
 
 
 def order_named(name: str, num_stages: int, num_micro_batches: int, splits: bool = True) -> Ticks:
-    """Return an order by name; `splits` is as for `interleaved_ticks`."""
+    """Return an order by name; `splits` is as for `interleaved_ticks`.
+
+    Of `local_orders` only `zbv` is missing: two parts of a stage would share a segment of the model.
+    """
     if name == SAME_PHASE:
         return same_phase_ticks(num_stages, num_micro_batches)
-    if name == ONE_FORWARD_ONE_BACKWARD:
-        return one_forward_one_backward(num_stages, num_micro_batches)
-    if (chunks := name.removeprefix(INTERLEAVED)) == name or not chunks.isdecimal() or not 0 < int(chunks) <= 999:
-        raise UserError(f"schedule is {short(name)}; give {SAME_PHASE}, {ONE_FORWARD_ONE_BACKWARD}, or {INTERLEAVED}2 "
-                        "for two parts of the model on every stage, or any other number")
+    if name in (ONE_FORWARD_ONE_BACKWARD, ZB_H1):
+        return local_order(name, num_stages, num_micro_batches)
+    kind = INTERLEAVED_1F1B if name.startswith(INTERLEAVED_1F1B) else INTERLEAVED
+    if (chunks := name.removeprefix(kind)) == name or not chunks.isdecimal() or not 0 < int(chunks) <= 999:
+        raise UserError(f"schedule is {short(name)}; give {SAME_PHASE}, {ONE_FORWARD_ONE_BACKWARD}, {ZB_H1}, or "
+                        f"{INTERLEAVED}2 for two parts of the model on every stage, or any other number")
+    if kind == INTERLEAVED_1F1B:
+        return local_order(name, num_stages, num_micro_batches)
     return interleaved_ticks(num_stages, num_micro_batches, int(chunks), splits)
 
 
@@ -77,23 +92,12 @@ def by_work(micro_batches: Sequence[np.ndarray]) -> list[int]:
 
 def same_phase_ticks(num_stages: int, num_micro_batches: int) -> Ticks:
     """Return ticks of one phase each: S forward ticks, then backward and forward alternating, then backward."""
-    stage, micro_batch = _grid(num_stages, num_micro_batches)
+    stage, micro_batch = grid(num_stages, num_micro_batches)
     num_each = num_micro_batches + num_stages - 1                # ticks of either phase
     nth = np.arange(num_each)
     forward_at = nth + np.maximum(nth - num_stages + 1, 0)       # [forward ticks] position among all ticks
     backward_at = nth + np.minimum(nth + num_stages, num_each)   # [backward ticks]
-    return _ticks(forward_at[micro_batch + stage], backward_at[micro_batch + num_stages - 1 - stage])
-
-
-def one_forward_one_backward(num_stages: int, num_micro_batches: int) -> Ticks:
-    """Return 1F1B ticks, each forward and backward one tick long; ticks mix phases, so attention cannot be shared.
-
-    Stage s runs S-1-s warm-up forwards, then alternates one forward and one backward, each as early as possible.
-    """
-    stage, micro_batch = _grid(num_stages, num_micro_batches)
-    warming = micro_batch < num_stages - stage                   # these forwards wait for no backward
-    return _ticks(np.where(warming, micro_batch + stage, 2 * micro_batch + stage),
-                  2 * (micro_batch + num_stages) - 1 - stage)
+    return ticks_at(forward_at[micro_batch + stage], backward_at[micro_batch + num_stages - 1 - stage])
 
 
 @lru_cache(maxsize=64)
@@ -188,24 +192,3 @@ def _table(kinds: list[str], units: list[Row], weights: list[Row], stage_of: np.
     return Ticks(micro_batch, np.broadcast_to((kind == "backward")[:, None], micro_batch.shape),
                  int(micro_batch.max()) + 1, np.where(runs, unit[..., 0], 0), weight[..., 1], weight[..., 0],
                  np.where(kind == "head", unit[:, 0, 1], IDLE), stage_of)
-
-
-def _grid(num_stages: int, num_micro_batches: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return stage indices [stages, 1] and micro-batch indices [1, micro-batches]."""
-    check_whole("num_stages", num_stages)
-    check_whole("num_micro_batches", num_micro_batches)
-    return np.arange(num_stages)[:, None], np.arange(num_micro_batches)[None, :]
-
-
-def _ticks(forward: np.ndarray, backward: np.ndarray) -> Ticks:
-    """Build the table from the forward and backward tick of each [stage, micro-batch]."""
-    num_stages, num_micro_batches = forward.shape
-    micro_batch = np.full((int(backward.max()) + 1, num_stages), IDLE)
-    is_backward = np.zeros(micro_batch.shape, dtype=bool)
-    stage, number = np.indices(forward.shape)
-    micro_batch[forward, stage] = number
-    micro_batch[backward, stage] = number
-    is_backward[backward, stage] = True
-    idle = micro_batch == IDLE
-    is_backward |= idle & (is_backward | idle).all(axis=1, keepdims=True)
-    return Ticks(micro_batch, is_backward, num_micro_batches)

@@ -29,8 +29,8 @@ from distca.baselines import (
     variable_rows,
 )
 from distca.planning.choose import DEFAULT_TOLERANCE, TOLERANCES, plan_step
-from distca.planning.local_orders import ZB_H1, ZBV, local_order, local_orders
-from distca.planning.orders import INTERLEAVED, ONE_FORWARD_ONE_BACKWARD, order_named, orders
+from distca.planning.local_orders import ONE_FORWARD_ONE_BACKWARD, ZB_H1, ZBV, local_order, local_orders
+from distca.planning.orders import INTERLEAVED, by_work, order_named, orders
 from distca.planning.schedule import Ticks, layers_of_stages
 from distca.planning.step import StepPlan
 from distca.simulate.bounds import least_attention, ticks_seconds
@@ -101,9 +101,11 @@ class PoolChoice:
         ticks, layers = self.ticks(setting)
         if not fits(setting, costs, layers, ticks):
             return None
+        documents = batch.micro_batches(setting)
+        order = by_work(documents) if setting.pp > 1 else range(len(documents))
         return plan_step(
-            batch.micro_batches(setting), setting.model, num_data=setting.num_data, layers=layers, ticks=ticks,
-            tp=setting.tp, ping_pong=self.ping_pong, placement=self.placement, tolerance=self.tolerance,
+            [documents[number] for number in order], setting.model, num_data=setting.num_data, layers=layers,
+            ticks=ticks, tp=setting.tp, ping_pong=self.ping_pong, placement=self.placement, tolerance=self.tolerance,
             cost=costs.attention, topology=Topology.of_cluster(setting.cluster, setting.num_pool, setting.tp))
 
     def ticks(self, setting: Setting) -> tuple[Ticks, tuple[int, ...]]:

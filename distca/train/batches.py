@@ -68,9 +68,9 @@ def step_plan(
         ticks = pipeline_ticks(settings.with_values({"batch.micro_batches": len(lengths)}), model)
     layers = layers_of_stages(model.num_layers, ticks.num_parts)
     if attention.mode == "home":
-        step = at_home_step(lengths, model, num_data=num_data, layers=layers, tp=tp)
+        step = at_home_step(lengths, model, num_data=num_data, layers=layers, tp=tp, ticks=ticks)
     elif attention.mode == "per_document_cp":
-        step = per_document_cp_step(lengths, model, num_data=num_data, layers=layers, tp=tp)
+        step = per_document_cp_step(lengths, model, num_data=num_data, layers=layers, tp=tp, ticks=ticks)
     else:
         servers = ticks.num_stages * num_data + attention.dedicated // tp  # servers of this rank's tensor index
         tolerance = attention.tolerance if isinstance(attention.tolerance, float) else _step_seconds(
@@ -247,12 +247,12 @@ class StageWork:
     def __init__(
         self, decoder: Decoder, attention: CoreAttention, *, tensor: int, dtype: torch.dtype, device: torch.device,
         loss_chunk_tokens: int, compiled: bool = False, offload: Offload | None = None,
-        gradients: WeightGradients | None = None,
+        gradients: WeightGradients | None = None, spreads_head: bool = False,
     ) -> None:
         self.decoder, self.attention, self.loss_chunk_tokens = decoder, attention, loss_chunk_tokens
         self.compiled, self.offload = compiled, offload
         self.device, self.tensor = device, tensor
-        self.gradients = gradients                               # if the head is on all stages
+        self.gradients, self.spreads_head = gradients, spreads_head
         self.units: dict[tuple[int, int], WeightUnit] = {}       # by part and micro-batch
         model = decoder.shape.model
         self.shapes = Shapes(model.num_heads // tensor, model.num_kv_heads // tensor, model.head_dim, dtype, device)
@@ -263,7 +263,7 @@ class StageWork:
                       for row in rows] for rows in batch.micro_batches]
         self.reads = [[row.reads for row in rows] for rows in batch.micro_batches]
         self.total = torch.zeros((), dtype=torch.float64, device=self.device)
-        if self.gradients is not None:
+        if self.spreads_head and self.gradients is not None:
             self.gradients.gather_head()
 
     def num_layers(self, part: int) -> int:
@@ -291,7 +291,7 @@ class StageWork:
             with nullcontext() if self.offload is None else self.offload.keeping():
                 states = forward_segments(segments, inputs, rotaries, plans, self.attention, backward_plans,
                                           self.reads[micro_batch])
-            if segments[-1].norm is None or self.gradients is not None:
+            if segments[-1].norm is None or self.spreads_head:
                 return states
             return [self.loss(_joined(states), decoder.head_weight, _joined([labels for _, labels, _ in rows]))]
 
@@ -320,7 +320,7 @@ class StageWork:
         self, part: int, micro_batch: int, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor] | None,
         *, last: bool, apart: bool,
     ) -> None:
-        last = last and self.gradients is None                   # a head on all stages is reduced when all are done
+        last = last and self.gradients is None                   # whose units, and the head of all stages, come later
         with self.accumulate(last), nullcontext() if self.gradients is None or not apart else (
                 self.gradients.collecting()) as unit:
             torch.autograd.backward(outputs, gradients)
@@ -340,7 +340,8 @@ class StageWork:
         if self.gradients is not None:
             if torch.is_grad_enabled():
                 self.gradients.deliver()
-            self.gradients.release_head()
+            if self.spreads_head:
+                self.gradients.release_head()
 
 
 def _joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -133,7 +133,8 @@ class Trainer:
         self.work = StageWork(self.decoder, self.attention, tensor=settings.parallel.tensor, dtype=dtype, device=device,
                               loss_chunk_tokens=settings.optimizer.loss_chunk_tokens, compiled=compile,
                               offload=offload,
-                              gradients=WeightGradients(self.decoder) if ticks.spreads_head else None)
+                              gradients=WeightGradients(self.decoder) if ticks.splits or ticks.spreads_head else None,
+                              spreads_head=ticks.spreads_head)
         timeout = timedelta(seconds=settings.run.timeout_seconds)
         self.neighbours = connect(self.mesh["pipeline"], timeout)
         set_timeouts(timeout)

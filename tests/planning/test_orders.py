@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from distca.planning.orders import interleaved_ticks, one_forward_one_backward, orders
+from distca.planning.local_orders import one_forward_one_backward
+from distca.planning.orders import interleaved_ticks, orders
 
 STAGES, MICRO_BATCHES, CHUNKS = range(2, 7), range(1, 13), (1, 2, 3)
 
@@ -31,13 +32,15 @@ def test_listed_orders_are_valid_and_one_keeps_no_more_than_1f1b(num_stages: int
     for num_micro_batches in MICRO_BATCHES:
         found = orders(num_stages, num_micro_batches, 24)
         assert next(iter(found)) == "same_phase"
-        assert list(found)[-1] == "1f1b"
+        assert list(found)[-2:] == ["1f1b", "zb_h1"]
         for ticks in found.values():
             ticks.validate()
             assert ticks.num_parts <= 24
             assert ticks.num_micro_batches == num_micro_batches
-        np.testing.assert_array_equal(found["1f1b"].peak_live(), one_forward_one_backward(
-            num_stages, num_micro_batches).peak_live())
+        in_turns = one_forward_one_backward(num_stages, num_micro_batches).peak_live()
+        np.testing.assert_array_equal(found["1f1b"].peak_live(), in_turns)
+        assert found["zb_h1"].peak_live().max() <= in_turns.max()
+        assert list(orders(num_stages, num_micro_batches, 24, splits=False))[-1] == "1f1b"
 
 
 def test_more_parts_a_stage_keep_less_and_nearly_as_little_as_1f1b() -> None:

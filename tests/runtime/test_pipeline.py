@@ -61,6 +61,7 @@ class Step:
     recompute: bool = False
     chunks: int = 0                                              # parts a stage of an interleaved order; 0: same phase
     tied: bool = False
+    order: str = ""                                              # by name, with `chunks` parts a stage
 
     @property
     def num_stages(self) -> int:
@@ -69,7 +70,7 @@ class Step:
     @property
     def ticks(self) -> Ticks:
         order = f"interleaved_{self.chunks}" if self.chunks else "1f1b" if self.planning in LOCAL else "same_phase"
-        return order_named(order, self.num_stages, len(self.documents))
+        return order_named(self.order or order, self.num_stages, len(self.documents))
 
     @property
     def num_ranks(self) -> int:
@@ -140,7 +141,7 @@ class Work(StageWork):
     def forward(self, part: int, micro_batch: int, received: Sequence[torch.Tensor], plans: Sequence[Sequence[Plan]],
                 backward_plans: Sequence[Sequence[Plan]]) -> list[torch.Tensor]:
         outputs = super().forward(part, micro_batch, received, plans, backward_plans)
-        if self.decoder.parts[part][-1].norm is not None and self.gradients is None:
+        if self.decoder.parts[part][-1].norm is not None and not self.spreads_head:
             self.losses[micro_batch] += outputs[0].item()
         return outputs
 
@@ -172,7 +173,8 @@ def on_fake_ranks(step: Step, make: type[Work] = Work, recorders: list[Recorder]
         ticks = plan.ticks
         part = stage_of(step.decoder(), stage, step.layers, ticks.stage_of, ticks.spreads_head)
         work = make(part, attention, tensor=1, dtype=torch.float64, device=CPU, loss_chunk_tokens=CHUNK,
-                    gradients=Unsharded(part) if ticks.spreads_head else None)
+                    gradients=Unsharded(part) if ticks.splits or ticks.spreads_head else None,
+                    spreads_head=ticks.spreads_head)
         neighbours = LoopbackPointToPoint(world, range(data, step.num_ranks, step.num_data), stage)
         for _ in range(step.num_steps):
             work.begin(batch_of(plan, data, SHAPE.model.vocab))
@@ -212,7 +214,8 @@ def check(step: Step, works: list[list[Work]]) -> None:
     for name, parts in held.items():
         torch.testing.assert_close(torch.stack(parts).sum(0), step.num_steps * gradients[name], rtol=1e-10, atol=1e-10)
     num_units = len(step.documents) * max(1, step.chunks)
-    finals = [*[False] * (num_units - 1), not step.plan().ticks.spreads_head] * step.num_steps
+    ticks = step.plan().ticks
+    finals = [*[False] * (num_units - 1), not (ticks.splits or ticks.spreads_head)] * step.num_steps
     assert all(work.finals == finals for work in everyone)
 
 
@@ -247,6 +250,8 @@ ONE_DOCUMENT = Step((2,), 4, ((560,),))                          # pong reads ke
 @example(replace(DEEP, planning="per_document_cp"))
 @example(replace(DEEP, planning="within_stages", num_data=2, documents=((340, 60), (200, 100, 100), (3, 397))))
 @example(replace(DEEP, chunks=2, num_steps=2))
+@example(replace(DEEP, planning="within_stages", order="zb_h1", num_steps=2, recompute=True))
+@example(replace(DEEP, planning="within_stages", order="interleaved_1f1b_2", chunks=2))
 @example(replace(DEEP, chunks=2, recompute=True, tied=True, planning="scattered", num_dedicated=1))
 @example(replace(DEEP, layers=(1, 2, 1, 2, 1, 1, 2, 1), chunks=4, tied=True, placement="balanced"))
 @example(Step((1, 1), 2, ((3, 1),), planning="home"))            # one micro-batch: no tick mixes phases

@@ -14,6 +14,7 @@ pytest.importorskip("torch")
 
 from distca.cost.attention_time import shipped_table
 from distca.models import MODELS
+from distca.planning.orders import by_work
 from distca.simulate.costs import Costs
 from distca.simulate.setting import setting
 from distca.simulate.strategies import STRATEGIES, PoolChoice, StepDocuments
@@ -63,7 +64,10 @@ def test_a_run_and_its_simulation_have_equal_step_plans(seed: int, num_data: int
         "attention.tolerance": str(tolerance), "attention.cost": "h200", "batch.micro_batches": str(2 * pp),
         "parallel.schedule": choice.order})
     topology = Topology.of_cluster(cluster, num_data * pp, tp)
-    trained = step_plan(batch.micro_batches(where), run, model, where.num_data, attention_time(run, model), topology)
+    documents = batch.micro_batches(where)
+    order = by_work(documents) if pp > 1 else range(len(documents))
+    trained = step_plan([documents[number] for number in order], run, model, where.num_data,
+                        attention_time(run, model), topology)
     assert differing(trained, simulated) == []
     trained.validate()
 

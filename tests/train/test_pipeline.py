@@ -46,6 +46,7 @@ TOKENS = 288                                                     # of a data ran
 PATIENT: dict[str, Any] = {"timeout_seconds": 120.0, "deadline_seconds": 280.0}  # for machines that others use too
 MESHES = [(2, 1), (2, 2), (4, 1), (3, 1)]                        # stages × data ranks
 LOCAL = ("home", "per_document_cp")
+WITHIN = ("1f1b", "zb_h1", "interleaved_1f1b_2")                 # schedules with attention within stages
 TOLERANCES = {"float32": 1e-5, "float64": 1e-10}
 
 
@@ -108,9 +109,10 @@ class Rank:
                         ticks.stage_of, ticks.spreads_head)
         parallelize(part, self.mesh, fsdp=fsdp, dtype=dtype, recompute="full" if recompute else "none",
                     homes=self.pool if ticks.spreads_head else None)
-        attention = CoreAttention(self.mesh["data"].get_group() if way in (*LOCAL, "1f1b") else self.pool)
+        attention = CoreAttention(self.mesh["data"].get_group() if way in (*LOCAL, *WITHIN) else self.pool)
         return make(part, attention, tensor=1, dtype=dtype, device=torch.device("cpu"), loss_chunk_tokens=50,
-                    gradients=WeightGradients(part) if ticks.spreads_head else None)
+                    gradients=WeightGradients(part) if ticks.splits or ticks.spreads_head else None,
+                    spreads_head=ticks.spreads_head)
 
     def step(self, work: StageWork, plan: StepPlan) -> None:
         work.begin(batch_of(plan, self.data, SHAPE.model.vocab))
@@ -163,6 +165,7 @@ def test_losses_and_gradients_are_those_of_one_process(num_stages: int, num_data
         (most, "interleaved_2", True, "float32"),
         (most, "same_phase", True, "float64"),
         (num_stages, "1f1b", True, "float64"),
+        (most, "zb_h1", True, "float64"),
         (1, "home", True, "float32"),
         (most, "home", True, "float64"),
     ], tmp_path)
@@ -173,9 +176,9 @@ def test_losses_and_gradients_are_those_of_one_process(num_stages: int, num_data
 @pytest.mark.parametrize(("num_stages", "num_data"), MESHES)
 def test_every_number_of_micro_batches(num_stages: int, num_data: int, tmp_path: Path) -> None:
     ways = (("interleaved_2", True), ("interleaved_1", False), ("same_phase", True), ("same_phase", False),
-            ("1f1b", True), ("home", True), ("per_document_cp", False))
+            ("1f1b", True), ("zb_h1", True), ("interleaved_1f1b_2", False), ("home", True), ("per_document_cp", False))
     check(num_stages, num_data, [(number, *way, dtype) for dtype in TOLERANCES for way in ways
-                                 for number in range(1 + (way[0] == "1f1b"), 2 * num_stages + 2)], tmp_path)
+                                 for number in range(1 + (way[0] in WITHIN), 2 * num_stages + 2)], tmp_path)
 
 
 @pytest.mark.slow

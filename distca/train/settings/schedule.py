@@ -6,6 +6,7 @@ The prediction is the simulator's, for a pool of two data ranks per stage whose 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -13,17 +14,19 @@ import numpy as np
 from distca.cost.mixed_pool import MixedPool, find_cost
 from distca.cost.network import find_cluster
 from distca.planning.choose import plan_step
-from distca.planning.orders import ONE_FORWARD_ONE_BACKWARD, SAME_PHASE, order_named, orders
+from distca.planning.local_orders import ONE_FORWARD_ONE_BACKWARD
+from distca.planning.orders import SAME_PHASE, order_named, orders
 from distca.planning.schedule import Ticks, layers_of_stages
 from distca.planning.windows import windows_by_depth
-from distca.simulate.costs import Costs, memory
+from distca.simulate.costs import Costs
 from distca.simulate.execute import execute
+from distca.simulate.memory import memory
+from distca.simulate.setting import LEAST_BYTES
 from distca.spec import ModelShape
 from distca.train.settings import Settings
 from distca.validation import UserError
 
 AUTO = "auto"
-LEAST_BYTES = 1e6         # parallel.memory from here on is in bytes, below in micro-batches
 DATA_RANKS = 2            # of the predicted pool, per stage
 TABLE = "h200"            # the latency table if attention.cost names none
 
@@ -36,9 +39,9 @@ def pipeline_ticks(settings: Settings, model: ModelShape, tied: bool = False) ->
         return order_named(SAME_PHASE, 1, count)
     splits = not (settings.model.tile_tokens or settings.model.offload)  # these keep no inputs of weight gradients
     listed = orders(stages, count, model.num_layers, splits)
-    if settings.attention.mode != "disaggregated":
+    if name == AUTO and settings.attention.mode != "disaggregated":
         name = ONE_FORWARD_ONE_BACKWARD
-    elif name == AUTO:
+    if name == AUTO:
         return _fastest(settings, model, {name: ticks for name, ticks in listed.items()
                                           if _is_usable(ticks, settings, model, tied)} or listed)
     ticks = order_named(name, stages, count, splits)
@@ -63,7 +66,8 @@ def _fastest(settings: Settings, model: ModelShape, listed: dict[str, Ticks]) ->
     """Return the order with the shortest predicted step among those that keep no more than `parallel.memory`."""
     most, attention, count = settings.parallel.memory, settings.attention, settings.batch.micro_batches
     cluster, cost = find_cluster(attention.cluster), find_cost(attention.cost or TABLE)
-    costs = Costs.of(model, cluster, settings.parallel.tensor, cost.first if isinstance(cost, MixedPool) else cost)
+    costs = replace(Costs.of(model, cluster, settings.parallel.tensor, cost.first if isinstance(cost, MixedPool) else
+                             cost), recompute="offload" if settings.model.offload else settings.model.recompute)
     if 0 < most < LEAST_BYTES:
         kept = {name: float(ticks.peak_live().max()) for name, ticks in listed.items()}
     else:
