@@ -89,19 +89,20 @@ class Network:
     def all_gather_seconds(self, num_bytes: float, num_ranks: int, gpus_per_node: int | None = None) -> float:
         """Return the seconds of a ring all-gather of `num_bytes`: num_ranks - 1 sends of one share each.
 
-        Over several nodes there is one ring per participating GPU of a node, each of which uses its own NIC.
+        Over several nodes there is one ring per participating GPU of a node, each of which uses its own NIC. A ring
+        crosses nodes once per node, and all other sends have the latency inside a node, as in NCCL's own model.
         """
         if num_bytes == 0 or num_ranks == 1:
             return 0.0
         per_node = gpus_per_node or self.gpus_per_node
-        if num_ranks <= per_node:
-            latency, bandwidth = self.intra_node_latency_seconds, self.intra_node_bandwidth
-        else:
+        crossings, bandwidth = -(-num_ranks // per_node) - 1, self.intra_node_bandwidth
+        if crossings:
             is_in_pod = not self.nodes_per_pod or num_ranks <= per_node * self.nodes_per_pod
-            latency, bandwidth = self.inter_node_latency_seconds, per_node * self.nic_bandwidths[not is_in_pod]
-            if per_node > 1:
-                bandwidth = min(bandwidth, self.intra_node_bandwidth)
-        return (num_ranks - 1) * (latency + num_bytes / num_ranks / bandwidth)
+            of_nics = per_node * self.nic_bandwidths[not is_in_pod]
+            bandwidth = min(of_nics, bandwidth) if per_node > 1 else of_nics
+        latency = (num_ranks - 1 - crossings) * self.intra_node_latency_seconds + (
+            crossings * self.inter_node_latency_seconds)
+        return latency + (num_ranks - 1) * (num_bytes / num_ranks / bandwidth)
 
 
 _NAMES = tuple(field.name for field in fields(ClusterShape))
