@@ -90,13 +90,10 @@ def _rectangle(piece: Piece, pairs: float, wanted: float, room: float, keys_held
     """Return the piece's last queries against its first keys, in whole tiles; None if it has too few keys for that."""
     ideal_keys = max(sqrt(pairs * prices.q_bytes / prices.kv_bytes), keys_held - piece.key_start)
     start = _tail_start(piece, round(pairs / ideal_keys / TILE) or 1)
-    deepest = (start - piece.key_start) // TILE
     tiles = pairs / (piece.stop - start) / TILE                  # tiles of keys
     for key_tiles in ((-int(-tiles // 1), int(tiles)) if wanted <= room else (int(tiles),)):
-        if 0 < key_tiles <= deepest:
-            shard = _rectangle_at(piece, start, piece.stop, key_tiles * TILE, keys_held, prices)
-            if shard.work <= room:
-                return shard
+        if 0 < key_tiles <= (start - piece.key_start) // TILE:
+            return _with_fewer_keys(piece, start, piece.stop, key_tiles, room, keys_held, prices)
     return None
 
 
@@ -114,11 +111,26 @@ def _part_of_rectangle(
     for num_tiles in (max(round(pairs / ideal_keys / TILE), 1), 1):
         start = _tail_start(piece, num_tiles)
         tiles = pairs / (piece.stop - start) / TILE
-        for key_tiles in ((-int(-tiles // 1), int(tiles)) if wanted <= room else (int(tiles),)):
-            if key_tiles > 0:
-                shard = _rectangle_at(piece, start, piece.stop, min(key_tiles * TILE, num_keys), keys_held, prices)
-                if shard.work <= room:
-                    return shard
+        shard = _with_fewer_keys(piece, start, piece.stop, -int(-tiles // 1) if wanted <= room else int(tiles), room,
+                                 keys_held, prices)
+        if shard is not None:
+            return shard
+    return None
+
+
+def _with_fewer_keys(
+    piece: Piece, start: int, stop: int, key_tiles: int, room: float, keys_held: int, prices: Prices
+) -> Shard | None:
+    """Return a rectangle with `key_tiles` tiles of keys, or with as many fewer as the room requires.
+
+    Seconds are not proportional to keys, so a rectangle cut in proportion to the room may just exceed it.
+    """
+    most = piece.key_end - piece.key_start
+    while key_tiles > 0:
+        shard = _rectangle_at(piece, start, stop, min(key_tiles * TILE, most), keys_held, prices)
+        if shard.work <= room:
+            return shard
+        key_tiles = min(key_tiles - 1, int(key_tiles * room / shard.work))
     return None
 
 
@@ -127,10 +139,9 @@ def _one_tile(piece: Piece, room: float, rate: float, keys_held: int, prices: Pr
     start = max(_grid_up(piece.stop - 2 * TILE + 1, piece), piece.start)
     stop = min(start + TILE, piece.stop)
     key_tiles = min((start - piece.key_start) // TILE, int(room / rate / (stop - start) / TILE))
-    if key_tiles > 0:
-        shard = _rectangle_at(piece, start, stop, key_tiles * TILE, keys_held, prices)
-        if shard.work <= room:
-            return shard
+    shard = _with_fewer_keys(piece, start, stop, key_tiles, room, keys_held, prices)
+    if shard is not None:
+        return shard
     shard = _trapezoid_at(piece, piece.start, min(piece.start + TILE, piece.stop), keys_held, prices)
     return shard if shard.work <= room else None
 

@@ -163,6 +163,19 @@ def test_keys_held_already_draw_the_cut_to_themselves() -> None:
     assert shard.num_bytes == 256 * 16_384                       # so only a quarter of the queries need to travel
 
 
+@pytest.mark.parametrize("key_stop", [None, 98_304])
+def test_seconds_that_are_not_proportional_to_keys_still_fit_a_room(key_stop: int | None) -> None:
+    """A task takes some seconds however few keys it has, so 0.9 of the keys take more than 0.9 of the seconds."""
+    def seconds(q_len: float, kv_len: float) -> float:
+        return 2e6 + pairs_of_shard(q_len, kv_len)
+
+    piece = Piece(0, 98_304, 98_304 + TILE, 0, 98_304, key_stop)
+    room = 0.9 * piece.work(seconds)
+    shard = cheapest_shard(piece, 2 * room, room, 0, Prices(PRICES.q_bytes, PRICES.kv_bytes, seconds))
+    assert shard is not None and shard.stop - shard.start == TILE
+    assert 0.99 * room < shard.work <= room
+
+
 @settings(max_examples=100, deadline=None)
 @given(cuts(), st.sampled_from([LLAMA, ModelShape("mha", 2, 256, 8, 8, 32, 704, 257)]))
 def test_seconds_stay_within_room_too(cut: tuple[Piece, float, float, int], model: ModelShape) -> None:
