@@ -112,7 +112,7 @@ def _balanced(parts: _Parts, ranks: int, tokens_per_rank: int, aim: Aim) -> Layo
         return place_by_levels(parts.start, parts.stop, work, capacity, share_of_work(work, ranks, 0.0, aim.speed),
                                tokens_per_rank, levels, aim.cuts)
     return place(parts.start, parts.stop, work, capacity, tokens_per_rank, aim.cuts,
-                 both_ends=aim.topology is not None and aim.topology.first(ranks).num_nodes == ranks > 1)
+                 between_nodes=aim.topology is not None and aim.topology.first(ranks).num_nodes == ranks > 1)
 
 
 def pack_whole(

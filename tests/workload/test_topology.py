@@ -7,8 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distca.models import MODELS
+from distca.planning.balance import balance
 from distca.spec import cluster_named
+from distca.workload import slicing
 from distca.workload.packing import pack
+from distca.workload.sequences import Source, batch_sequences
 from distca.workload.topology import Topology
 from tests.support.plans import random_lengths
 
@@ -89,3 +93,32 @@ def test_nodes_of_a_long_document_send_about_the_same(ranks_per_node: int) -> No
     assert (reach > 0).sum() >= 8                                # it needs many nodes' work
     assert by_node.max() <= 2 * by_node[reach > 0].mean()
     assert sent.max() <= 2.5 * sent[np.repeat(reach > 0, ranks_per_node)].mean()
+
+
+def test_early_keys_of_a_long_document_use_all_nics() -> None:
+    """Each node has few of its first keys: neighbours hold them on other local ranks, whose NICs send and receive."""
+    lengths = [32_768] + [256] * (12 * 8192 // 256)
+    topology = Topology.regular(128, 8)
+    layout = pack(lengths, ranks=128, placement="balanced", topology=topology)
+    layout.validate()
+    early = (layout.document == 0) & (layout.stop <= 16_384)
+    held = np.bincount(layout.rank[early] % 8, weights=(layout.stop - layout.start)[early], minlength=8)
+    assert len(np.unique(topology.node[layout.rank[early]])) >= 8
+    assert held.max() <= 1.5 * held.mean()
+
+
+def test_documents_are_not_cut_to_fill_the_last_percent_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small slice brings all keys before it to its node."""
+    lengths = np.concatenate(batch_sequences(Source("pretrain"), 524_288, 4, (0, 0)))
+    topology = Topology.regular(256, 8)
+
+    def crossing() -> float:
+        layout = pack(lengths, ranks=256, placement="balanced", topology=topology)
+        plan = balance(layout, MODELS["llama3-8b"], topology=topology)
+        between = plan.traffic_between_nodes()
+        assert between is not None
+        return float(between.sent_bytes(plan.model).sum())
+
+    sent = crossing()
+    monkeypatch.setattr(slicing, "_WORTH_A_SLICE", 0.0)
+    assert sent < 0.95 * crossing()
