@@ -29,6 +29,7 @@ from distca.planning.plan import Plan, max_over_mean, server_work
 from distca.planning.schedule import IDLE, Ticks, tick_layout
 from distca.planning.step import NO_CALL, MicroBatch, StepPlan, step_among_data_ranks
 from distca.planning.tasks import tasks_at_home
+from distca.planning.traffic import traffic_of_nics
 from distca.spec import ModelShape
 from distca.validation import UserError, check_whole, short
 from distca.workload.layout import Layout
@@ -75,10 +76,10 @@ def plan_step(
     and both directions are balanced by forward seconds. `micro_batches[m]` are the document lengths of micro-batch
     m, which fill `num_data` ranks. `speed` defines the pool as in `balance`, and `topology` the nodes of its servers;
     documents are placed by the nodes of the first stage. If balanced placement would send more bytes than given
-    placement, in total or from the busiest sender, the given one is used. With `cost`, forward and backward are
-    balanced by their own seconds, else by causal pairs; with `cost`, given placement is not used if its attention takes
-    longer. If `tolerance` is a function that predicts a step's seconds, the quickest step of `TOLERANCES` is returned,
-    on a tie the looser one.
+    placement, in total or from the busiest sender, or with nodes through the busiest NIC, the given one is used. With
+    `cost`, forward and backward are balanced by their own seconds, else by causal pairs; with `cost`, given placement
+    is not used if its attention takes longer. If `tolerance` is a function that predicts a step's seconds, the quickest
+    step of `TOLERANCES` is returned, on a tie the looser one.
     """
     ticks = same_phase_ticks(len(layers), len(micro_batches)) if ticks is None else ticks
     if (ticks.num_parts, ticks.num_micro_batches) != (len(layers), len(micro_batches)):
@@ -145,19 +146,20 @@ def _planned(inputs: _Inputs, placement: str) -> StepPlan:
 def _no_worse_than_given(inputs: _Inputs, placement: str) -> StepPlan:
     """Plan the step with a placement, or with given placement if that sends less and does not compute longer.
 
-    The comparison covers the bytes of all calls and those of each call's busiest sender: between nodes if the pool has
-    nodes, as these links are the slowest. Given placement is not planned if a lower bound on its bytes, or an outline
-    of its plans, already sends at least as much. Outlines count causal pairs: they send about as much as plans in
-    seconds, in a tenth of the planning time.
+    The comparison covers the bytes of all calls and those of each call's busiest sender. If the pool has nodes, only
+    each call's busiest NIC counts: it is done last, and the bytes of the others cost no time. Given placement is not
+    planned if a lower bound on its bytes, or an outline of its plans, already sends at least as much. Outlines count
+    causal pairs: they send about as much as plans in seconds, in a tenth of the planning time.
     """
     step, in_seconds = _planned(inputs, placement), inputs.cost is not None
     sent, has_nodes = _sent(step.forward_plans()), inputs.topology is not None and len(inputs.topology.levels()) > 0
     calls, number = distinct_calls(step.ticks, _packed(inputs, "given"), inputs.layers, phases_differ=False)
     forward = dict.fromkeys(number[0, step.ticks.forward_ticks()].ravel().tolist())
     layouts = [calls[at].layout for at in forward if at != NO_CALL]
-    if not in_seconds and (sent <= np.sum([_least_bytes(inputs, layout) for layout in layouts], axis=0)).all():
-        return step
-    if (in_seconds or has_nodes) and (sent <= _sent(_outline(inputs, layout) for layout in layouts)).all():
+    if in_seconds or has_nodes:
+        if (sent <= _sent(_outline(inputs, layout) for layout in layouts)).all():
+            return step
+    elif (sent <= np.sum([_least_bytes(inputs, layout) for layout in layouts], axis=0)).all():
         return step
     given = _planned(inputs, "given")
     if (in_seconds or not has_nodes) and (sent <= _sent(given.forward_plans())).all():
@@ -267,12 +269,19 @@ def _outline(inputs: _Inputs, layout: Layout) -> Plan:
 
 
 def _sent(plans: Iterable[Plan]) -> np.ndarray:
-    """Return the bytes of all calls, and the sum of each call's busiest sender: between nodes if any, else ranks."""
+    """Return the bytes of all calls, and the sum of each call's busiest sender; with nodes, only the busiest NIC's.
+
+    A NIC sends and receives at the same time, so its busier direction counts.
+    """
     found = []
     for plan in plans:
-        crossing = plan.traffic_between_nodes() if plan.topology is not None and plan.topology.levels() else None
-        sent = (plan.traffic() if crossing is None else crossing).sent_bytes(plan.model, plan.tp)
-        found.append((sent.sum(), sent.max()))
+        if plan.topology is not None and plan.topology.levels():
+            crossing = traffic_of_nics(plan.layout, plan.tasks, plan.topology.node)
+            found.append([max(crossing.sent_bytes(plan.model, plan.tp).max(),
+                              crossing.received_bytes(plan.model, plan.tp).max())])
+        else:
+            sent = plan.traffic().sent_bytes(plan.model, plan.tp)
+            found.append([sent.sum(), sent.max()])
     return np.sum(found, axis=0)
 
 
@@ -280,15 +289,14 @@ def _least_bytes(inputs: _Inputs, layout: Layout) -> tuple[float, float]:
     """Return lower bounds on the bytes, in total and from the busiest sender, of any plan within the tolerance.
 
     Moving work F as a rectangle of queries and keys takes at least 2 √(F·q·kv) bytes, of which the home sends all but
-    the outputs. The bounds are zero if a document is on several ranks (or nodes), as all of them own keys of it.
+    the outputs. The bounds are zero if a document is on several ranks, as all of them own keys of it.
     """
-    speed, levels = inputs.speed, () if inputs.topology is None else inputs.topology.levels()
-    group = levels[-1] if levels else np.arange(len(speed))
-    distinct = np.unique(layout.document * len(speed) + group[layout.rank])
+    speed = inputs.speed
+    distinct = np.unique(layout.document * len(speed) + layout.rank)
     if len(distinct) > layout.num_documents:
         return 0.0, 0.0
-    load = np.bincount(group, weights=server_work(tasks_at_home(layout), len(speed), None))
-    cap = (1.0 + inputs.tolerance) * load.sum() * np.bincount(group, weights=speed) / speed.sum()
+    load = server_work(tasks_at_home(layout), len(speed), None)
+    cap = (1.0 + inputs.tolerance) * load.sum() * speed / speed.sum()
     surplus = np.maximum(load - cap, 0.0)
     q_bytes, out_bytes, kv_bytes = (size(inputs.tp) for size in (
         inputs.model.q_token_bytes, inputs.model.out_token_bytes, inputs.model.kv_token_bytes))

@@ -162,11 +162,19 @@ class Gateways:
 def traffic_in_hops(layout: Layout, tasks: TaskTable, node: np.ndarray) -> tuple[Traffic, Traffic]:
     """Count the tokens of both hops: from homes to gateways on other nodes, then inside nodes to servers."""
     tasks, gateways = _of_travellers(layout, tasks), Gateways(node)
-    per_node = replace(tasks, server=node[tasks.server])
-    outer = _away(gateways.landing(key_ranges(layout, per_node)), gateways.landing(query_ranges(layout, per_node)),
-                  len(node))
     inner = _away(gateways.relayed(key_ranges(layout, tasks)), gateways.relayed(query_ranges(layout, tasks)), len(node))
-    return outer, inner
+    return _landing(layout, tasks, gateways), inner
+
+
+def traffic_of_nics(layout: Layout, tasks: TaskTable, node: np.ndarray) -> Traffic:
+    """Count the tokens of the first hop: what each rank's NIC sends and receives if there are two hops."""
+    return _landing(layout, _of_travellers(layout, tasks), Gateways(node))
+
+
+def _landing(layout: Layout, tasks: TaskTable, gateways: Gateways) -> Traffic:
+    per_node = replace(tasks, server=gateways.node[tasks.server])
+    return _away(gateways.landing(key_ranges(layout, per_node)), gateways.landing(query_ranges(layout, per_node)),
+                 len(gateways.node))
 
 
 def _of_travellers(layout: Layout, tasks: TaskTable) -> TaskTable:
