@@ -18,7 +18,7 @@ import numpy as np
 
 from distca.cost.attention_time import AttentionTime
 from distca.cost.work import causal_pairs, pairs_of_shard
-from distca.planning.levels import Dealer, Mover, keys_at_home
+from distca.planning.levels import Dealer, Mover, keys_at_home, shed
 from distca.planning.plan import Plan, max_over_mean
 from distca.planning.prefix_split import share_prefixes
 from distca.planning.shard_cut import Measure, Prices
@@ -28,11 +28,11 @@ from distca.workload.layout import Layout
 from distca.workload.packing import check_pool, check_tolerance
 from distca.workload.topology import Topology, check_topology
 
-_PASSES = 6         # most passes in seconds, each with caps corrected by the calls' predicted seconds
+_PASSES = 6         # most passes in seconds
+_AIM = 0.98         # part of the tolerance that servers may keep when they shed, as the tails of other servers change
 _MORE_BYTES = 2.0   # most bytes over those of the plan in pairs, in total and from the busiest sender
 _QUICKER = 0.99     # a pass is in vain if it takes more than this part of the best time
-_PATIENCE = 2       # passes in vain in a row end the search
-_LEAST_CAP = 1e-6   # part of all seconds: a server with speed > 0 never has cap 0
+_PATIENCE = 3       # passes in vain in a row end the search
 _SMOOTHING = 0.3    # weight of a step in the moving average of speeds
 _OUTLIER = 2.0      # a measured speed is clipped to this factor around the previous one
 LEAST, MOST = 0.25, 4.0  # bounds on speeds, relative to the pool's median
@@ -91,9 +91,10 @@ def _in_pairs(at_home: Plan) -> Plan:
 def _in_seconds(at_home: Plan, cost: AttentionTime) -> Plan:
     """Balance by seconds, which are not a sum over tasks: cutting changes them, and a call has a launch and a tail.
 
-    Each pass lowers a server's cap by the seconds that its previous call took beyond its tasks. The quickest plan is
-    returned; the plan in causal pairs and attention at home are candidates too. A pass that sends more than twice the
-    bytes of the plan in pairs is discarded: attention that waits for bytes gains nothing.
+    The first pass deals tasks by their own seconds. Each further pass starts from the plan before it, and servers whose
+    whole call takes too long shed the surplus (`levels.shed`). The quickest plan is returned; the plan in causal pairs
+    and attention at home are candidates too. A pass that sends more than twice the bytes of the plan in pairs is
+    discarded: attention that waits for bytes gains nothing.
     """
     pool, tolerance, backward = at_home.speed, at_home.tolerance, at_home.backward
 
@@ -104,6 +105,9 @@ def _in_seconds(at_home: Plan, cost: AttentionTime) -> Plan:
         some = tasks.take(tasks.kv_stop > tasks.kv_start)
         return np.bincount(some.server, weights=seconds_of_tasks(some), minlength=len(pool))
 
+    def caps(work: np.ndarray, tolerance: float) -> np.ndarray:
+        return (1.0 + tolerance) * work.sum() * pool / pool.sum()
+
     prices = _prices(at_home, cache(lambda q_len, kv_len: cost.shard(q_len, max(kv_len, q_len), backward)))
     in_pairs = _in_pairs(replace(at_home, cost=None, backward=False))
     load = load_of(at_home.tasks)
@@ -111,20 +115,21 @@ def _in_seconds(at_home: Plan, cost: AttentionTime) -> Plan:
     work = best.work()
     if _slowest(load, pool) < _slowest(work, pool):              # else at_home cannot win: calls add to tasks
         best, work = min((best, work), (at_home, at_home.work()), key=lambda one: _slowest(one[1], pool))
-    total, beyond, in_vain = float(load.sum()), np.zeros(len(pool)), 0
+    before: tuple[Plan, np.ndarray] | None = None                # the plan that a pass starts from, and its work
+    in_vain = 0
     for _ in range(_PASSES):
         if max_over_mean(work, pool) <= 1.0 + tolerance or in_vain == _PATIENCE:
             break
-        cap = np.maximum((1.0 + tolerance) * total * pool / pool.sum() - beyond, _LEAST_CAP * total * (pool > 0))
-        tasks, _ = _moved(at_home, load, cap, prices, seconds_of_tasks)
+        tasks = (_moved(at_home, load, caps(load, tolerance), prices, seconds_of_tasks)[0] if before is None else
+                 shed(before[0].tasks, before[1], caps(before[1], _AIM * tolerance), prices, _nodes(at_home)))
         plan = replace(at_home, tasks=tasks)
         taken = plan.work()
-        beyond, total = taken - load_of(tasks), float(taken.sum())
         part = _slowest(taken, pool) / _slowest(work, pool)
         is_better = part < 1 and _sends_no_more(plan, in_pairs)
         in_vain = 0 if is_better and part <= _QUICKER else in_vain + 1
         if is_better:
             best, work = plan, taken
+        before = (best, work) if before is None else (plan, taken)
     if max_over_mean(work, pool) <= 1.0 + tolerance:
         return best
     server = int(np.argmax(work / np.where(pool > 0, pool, 1.0)))
@@ -151,7 +156,13 @@ def _moved(
         tasks, load, limit = Dealer(layout, levels, cap, at_home.tolerance, prices, task_work).deal(at_home.tasks)
     else:
         tasks, load, limit = Mover(at_home.tasks, load, cap, keys_at_home(layout), prices).run()
-    return share_prefixes(layout, tasks, load, cap, prices, levels[-1] if levels else None), limit
+    return share_prefixes(layout, tasks, load, cap, prices, _nodes(at_home)), limit
+
+
+def _nodes(plan: Plan) -> np.ndarray | None:
+    """[servers] Return the node of each server; None if nodes have one server each or there is one node."""
+    levels = () if plan.topology is None else plan.topology.levels()
+    return levels[-1] if levels else None
 
 
 def _pairs_of_tasks(tasks: TaskTable) -> np.ndarray:

@@ -31,6 +31,7 @@ _HOLDERS_TRIED = 2  # most recent servers that already hold a document's keys
 _TAIL = 0.75  # share of a document's work in its second half, which carries 25 % more work per byte than the whole
 _HEAD_AND_TAIL = 4 * TILE  # queries; shorter pieces move whole
 _UNIT_NAMES = ("rank", "pod", "node")  # indexed by depth minus number of levels: 0, -2, -1
+_NEARLY = 1.005  # over their cap by less than this, servers shed only inside their node
 _SLACK = 0.4  # part of the tolerance that an outer level leaves to the next inner one
 
 
@@ -229,6 +230,38 @@ def _rest(piece: Piece, shard: Shard) -> list[Piece]:
     if shard.key_stop < (shard.stop if piece.key_stop is None else piece.key_stop):
         rest.append(piece._replace(start=shard.start, stop=shard.stop, key_start=shard.key_stop))
     return rest
+
+
+def shed(
+    tasks: TaskTable, load: np.ndarray, cap: np.ndarray, prices: Prices, node: np.ndarray | None
+) -> TaskTable:
+    """Move the surplus of servers over their cap to servers of the same node, then to any; all other tasks stay.
+
+    `load` may exceed the work of a server's tasks, for example by the launch and the tail of its kernel call.
+    """
+    if node is not None:
+        full = np.unique(node[load > cap])
+        tables, load = [tasks.take(~np.isin(node[tasks.server], full))], load.copy()
+        for one in full.tolist():
+            members = np.flatnonzero(node == one)
+            mine = tasks.take(node[tasks.server] == one)
+            mine = replace(mine, server=np.searchsorted(members, mine.server))
+            moved, load[members], _ = Mover(mine, load[members], cap[members], _keys_served(mine), prices).run()
+            tables.append(replace(moved, server=members[moved.server]))
+        tasks = joined(*tables)
+    if (load > _NEARLY * cap).any():
+        tasks, _, _ = Mover(tasks, load, cap, _keys_served(tasks), prices).run()
+    return tasks
+
+
+def _keys_served(tasks: TaskTable) -> list[Held]:
+    """List (document, server, keys): the first keys of documents that servers have received or own."""
+    first = np.flatnonzero(tasks.kv_start == 0)
+    keys: dict[tuple[int, int], int] = {}
+    for document, server, stop in zip(*(column[first].tolist() for column in (
+            tasks.document, tasks.server, tasks.kv_stop)), strict=True):
+        keys[document, server] = max(stop, keys.get((document, server), 0))
+    return [(*key, stop) for key, stop in keys.items()]
 
 
 class Dealer:
