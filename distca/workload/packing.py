@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -21,9 +22,11 @@ from distca.validation import UserError, short
 from distca.workload.documents import check_lengths
 from distca.workload.layout import KeySlices, Layout
 from distca.workload.placement import Cuts, place, place_by_levels
+from distca.workload.slicing import GRID, squares
 from distca.workload.topology import Topology
 
 NO_CUTS = Cuts()
+_LONE = 0.75  # part of all pairs above which a document is cut for both ping and pong
 _AIM = 0.9  # fraction of the tolerance that placement uses; the rest is for rounding to whole tiles in balancing
 
 
@@ -128,7 +131,7 @@ def pack_ping_pong(
 ) -> tuple[NanoBatch, NanoBatch]:
     """Pack two nano-batches, each with half of every rank's tokens, in the order in which they run.
 
-    The documents of each depend on the lengths alone, not on the number of ranks. At most one document is in both.
+    The documents of each depend on the lengths alone, not on the number of ranks. At most two documents are in both.
     """
     lengths = check_lengths(lengths)
     tokens_per_rank = _row_tokens(lengths, ranks, None)
@@ -136,32 +139,50 @@ def pack_ping_pong(
         raise UserError(f"there are {tokens_per_rank} tokens per rank; ping and pong need an even number")
     ping, pong = _halves(lengths)
     first, second = (_place_parts(half, ranks, placement, aim) for half in (ping, pong))
-    for number in np.flatnonzero(pong.start > 0).tolist():
-        shared = first.document == np.flatnonzero(ping.document == pong.document[number])[0]
-        second = replace(second, key_only=KeySlices(np.full(int(shared.sum()), number), first.start[shared],
-                                                    first.stop[shared], first.rank[shared]))
+    cut = np.flatnonzero(pong.start > 0)
+    if len(cut):
+        there = np.full(len(lengths), -1)                        # [documents] number in pong's layout
+        there[pong.document[cut]] = cut
+        number = there[ping.document[first.document]]            # [slices of ping]
+        shared = number >= 0
+        second = replace(second, key_only=KeySlices(number[shared], first.start[shared], first.stop[shared],
+                                                    first.rank[shared]))
     return NanoBatch(first, ping.document), NanoBatch(second, pong.document)
 
 
 def _halves(lengths: np.ndarray) -> tuple[_Parts, _Parts]:
-    """Assign documents, longest first, to the half with fewer pairs. At most one is cut; ping gets its beginning."""
+    """Assign documents, longest first, to the half with fewer pairs; ping gets the beginning of documents that are cut.
+
+    One document may be cut to fill both halves. The longest is also cut, into parts of equal work, if all others have
+    too few pairs to make up for it: the exchange of one half needs the computation of the other to hide behind.
+    """
     half = int(lengths.sum()) // 2
     parts: tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]] = ([], [])  # (document, start, stop)
-    work, free, early = [0.0, 0.0], [half, half], 0
-    for document in np.argsort(-lengths, kind="stable").tolist():
-        tokens = int(lengths[document])
-        side = 0 if (work[0], -free[0]) <= (work[1], -free[1]) else 1
-        if tokens > free[side]:
-            side = 1 - side
-        taken = min(tokens, free[side])
-        if taken < tokens:
-            early = side
-        for target, start, stop in ((side, 0, taken), (1 - side, taken, tokens)):
+    work, free = [0.0, 0.0], [half, half]
+
+    def assign(document: int, side: int, taken: int) -> None:
+        for target, start, stop in ((side, 0, taken), (1 - side, taken, int(lengths[document]))):
             if start < stop:
                 parts[target].append((document, start, stop))
                 free[target] -= stop - start
                 work[target] += 0.5 * (stop - start) * (start + stop)
-    ping, pong = (_Parts(*np.array(sorted(parts[side]), dtype=np.int64).T) for side in (early, 1 - early))
+
+    queue = np.argsort(-lengths, kind="stable").tolist()
+    early = None                                                 # the half that gets the beginning of cut documents
+    longest = int(lengths[queue[0]])
+    if _LONE * squares(lengths[queue]).sum() < longest * longest:
+        early = 0
+        taken = int(longest * sqrt(0.5))
+        assign(queue.pop(0), early, min(max(taken // GRID * GRID, taken % GRID), half))
+    for document in queue:
+        tokens = int(lengths[document])
+        side = 0 if (work[0], -free[0]) <= (work[1], -free[1]) else 1
+        if tokens > free[side]:
+            side = 1 - side
+        if tokens > free[side]:
+            side = early = side if early is None else early
+        assign(document, side, min(tokens, free[side]))
+    ping, pong = (_Parts(*np.array(sorted(parts[side]), dtype=np.int64).T) for side in (early or 0, 1 - (early or 0)))
     return ping, pong
 
 
