@@ -1,53 +1,65 @@
-"""Split a document's prefix between neighbouring ranks instead of gathering all of it on each of them.
+"""Split a document's prefix between ranks that need it instead of gathering all of it on each of them.
 
 If consecutive slices of a long document are computed at home, each rank gathers the whole prefix: m slices after q0
 keys move m·q0 keys. Instead, the m ranks can share the band of their queries: each computes all of the band's queries
 against one m-th of the keys. The prefix is then sent once per band, and queries and outputs travel between neighbours.
-Every rank keeps its amount of work, so the balance does not change, and with the best m it sends (2m−1)/m² of the
-bytes. The homes merge partial results by their log-sum-exp.
+With the best m, (2m−1)/m² of the bytes are sent. Shares of keys are such that the ranks end alike. The homes merge
+partial results by their log-sum-exp.
+
+Inside a node, the band is all that the node computes of its own slices of a document, wherever they begin: its keys
+cross to the node once and then have to reach one rank each, not all of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from distca.columns import Positions, added
+from distca.cost.work import causal_pairs
 from distca.planning.shard_cut import Piece, Prices
 from distca.planning.tasks import TILE, TaskTable, joined
 from distca.planning.traffic import key_ranges, query_ranges
 from distca.workload.layout import Layout
 
-_WIDEST = 12  # most slices in a band; q0 / 2√F is optimal, about 5 for a 512K document over 64 ranks
+_WIDEST = 12  # most slices in a band between nodes; q0 / 2√F is optimal, about 5 for a 512K document over 64 ranks
 
 
 def share_prefixes(
     layout: Layout, tasks: TaskTable, load: np.ndarray, cap: np.ndarray, prices: Prices, group: np.ndarray | None = None
 ) -> TaskTable:
-    """Replace whole slices at home by bands where that saves bytes and keeps every server within its cap.
+    """Replace the tasks of slices by bands where that saves bytes and keeps every server within its cap.
 
-    A band stays inside one `group` [servers]: its queries never leave the group, which receives the same keys.
+    A band stays inside one `group` [servers]: its queries never leave the group, which receives the same keys. Without
+    groups, bands consist of whole slices at home.
     """
-    whole = _whole_slices(layout, tasks)                         # [slices] task that is the whole slice at home, or -1
+    owner = _owner(layout, tasks, group)                         # [tasks] slice that is computed in its group, or -1
+    by_slice = np.argsort(owner, kind="stable")
+    first = np.searchsorted(owner[by_slice], np.arange(layout.num_slices + 1)).tolist()
     spare = (cap - load).tolist()
-    dropped: list[int] = []
+    dropped: list[np.ndarray] = []
     parts: list[tuple[int, int, int, int]] = []                  # slice of the queries, server, kv_start, kv_stop
-    for run in _runs(layout, whole, group):
-        for first, last in _best_bands(layout, run, prices):
-            band = run[first:last + 1]
-            shares = _key_shares(layout, band, prices, spare)
-            if shares is None:
-                continue
-            dropped += [int(whole[i]) for i in band]
-            for server_slice, kv_start, kv_stop in shares:
-                parts += [(i, int(layout.rank[server_slice]), kv_start, min(kv_stop, int(layout.stop[i])))
-                          for i in band]
+    slices = np.unique(owner[owner >= 0])
+    if len(slices) < 2:
+        return tasks
+    for band in _bands(layout, slices, prices, group):
+        now = np.concatenate([by_slice[first[i]:first[i + 1]] for i in band])
+        shares = _key_shares(layout, band, tasks.take(now), prices, spare, is_even=group is not None)
+        if shares is None:
+            continue
+        dropped.append(now)
+        stops = layout.stop[band].tolist()
+        for server, kv_start, kv_stop in shares:
+            parts += [(i, server, kv_start, min(kv_stop, stop)) for i, stop in zip(band, stops, strict=True)
+                      if kv_start < stop]
     if not parts:
         return tasks
     kept = np.ones(len(tasks), dtype=bool)
-    kept[dropped] = False
-    owner, server, kv_start, kv_stop = np.array(parts, dtype=np.int64).T
+    kept[np.concatenate(dropped)] = False
+    part, server, kv_start, kv_stop = np.array(parts, dtype=np.int64).T
     banded = joined(tasks.take(kept), TaskTable(
-        layout.document[owner], layout.start[owner], layout.stop[owner], kv_start, kv_stop, layout.rank[owner], server))
+        layout.document[part], layout.start[part], layout.stop[part], kv_start, kv_stop, layout.rank[part], server))
     return _cheaper_per_document(layout, tasks, banded, prices)
 
 
@@ -71,37 +83,53 @@ def _document_bytes(layout: Layout, tasks: TaskTable, prices: Prices) -> np.ndar
     return total
 
 
-def _whole_slices(layout: Layout, tasks: TaskTable) -> np.ndarray:
-    """[slices] Return the task that computes all of the slice at home; -1 if none does, or at position 0."""
-    candidate = np.flatnonzero((tasks.q_start > 0) & (tasks.home == tasks.server) & (tasks.kv_start == 0)
-                               & (tasks.kv_stop == tasks.q_stop))
-    late = np.flatnonzero(layout.start > 0)
-    whole = np.full(layout.num_slices, -1)
-    if len(late) == 0 or len(candidate) == 0:
-        return whole
+def _owner(layout: Layout, tasks: TaskTable, group: np.ndarray | None) -> np.ndarray:
+    """[tasks] Return the slice of each task whose slice is computed in its group, or by its home; -1 for the others."""
+    found = np.full(len(tasks), -1)
+    inside = tasks.home == tasks.server if group is None else group[tasks.home] == group[tasks.server]
+    late, some = np.flatnonzero(layout.start > 0), np.flatnonzero((tasks.q_start > 0) & inside)
+    if len(late) == 0 or len(some) == 0:
+        return found
     positions = Positions.of(layout.document[late], layout.start[late], layout.lengths)
-    owner = late[positions.holding(tasks.document[candidate], tasks.q_start[candidate])]
-    match = ((layout.document[owner] == tasks.document[candidate]) & (layout.start[owner] == tasks.q_start[candidate])
-             & (layout.stop[owner] == tasks.q_stop[candidate]))
-    whole[owner[match]] = candidate[match]
-    return whole
+    owner = late[positions.holding(tasks.document[some], tasks.q_start[some])]
+    pairs = causal_pairs(tasks.q_start[some], tasks.q_stop[some], tasks.kv_start[some], tasks.kv_stop[some])
+    here = (layout.document[owner] == tasks.document[some]) & (tasks.q_stop[some] <= layout.stop[owner])
+    covered = np.bincount(owner[here], weights=pairs[here], minlength=layout.num_slices)
+    complete = covered == causal_pairs(layout.start, layout.stop, np.zeros_like(layout.start), layout.stop)
+    found[some] = np.where(here & complete[owner], owner, -1)
+    return found
 
 
-def _runs(layout: Layout, whole: np.ndarray, group: np.ndarray | None) -> list[list[int]]:
-    """List runs of consecutive whole slices of one document in one group, as slice indices in document order."""
-    slices = np.flatnonzero(whole >= 0)
-    slices = slices[np.lexsort((layout.start[slices], layout.document[slices]))]
-    if len(slices) < 2:
-        return []
-    joins = ((layout.document[slices[1:]] == layout.document[slices[:-1]])
-             & (layout.start[slices[1:]] == layout.stop[slices[:-1]]))
-    if group is not None:
-        joins &= group[layout.rank[slices[1:]]] == group[layout.rank[slices[:-1]]]
-    return [part.tolist() for part in np.split(slices, np.flatnonzero(~joins) + 1) if len(part) > 1]
+def _bands(layout: Layout, slices: np.ndarray, prices: Prices, group: np.ndarray | None) -> Iterator[list[int]]:
+    """Yield bands of slices of one document, in document order: consecutive slices, or all slices in a group."""
+    of_group = np.zeros(layout.num_slices, dtype=np.int64) if group is None else group[layout.rank]
+    slices = slices[np.lexsort((layout.start[slices], of_group[slices], layout.document[slices]))]
+    document, unit = layout.document[slices], of_group[slices]
+    opens = (document[1:] != document[:-1]) | (unit[1:] != unit[:-1])
+    for together in np.split(slices, np.flatnonzero(opens) + 1):
+        breaks = np.flatnonzero(layout.start[together[1:]] != layout.stop[together[:-1]]) + 1
+        bands, num_bytes = [], 0.0
+        for run in np.split(together, breaks):
+            found, cost = _best_bands(layout, run.tolist(), prices)
+            bands += [run[first:last + 1].tolist() for first, last in found]
+            num_bytes += cost
+        if group is not None and _whole_bytes(layout, together, prices) < num_bytes:
+            yield together.tolist()
+        else:
+            yield from bands
 
 
-def _best_bands(layout: Layout, run: list[int], prices: Prices) -> list[tuple[int, int]]:
-    """Find the cheapest partition of a run into bands, by dynamic programming over where the last band begins."""
+def _whole_bytes(layout: Layout, band: np.ndarray, prices: Prices) -> float:
+    """Return the bytes of a band of all slices of a document in a group."""
+    ranks, queries = len(np.unique(layout.rank[band])), int((layout.stop[band] - layout.start[band]).sum())
+    return float(layout.start[band[-1]]) * prices.kv_bytes + (ranks - 1) * queries * prices.q_bytes
+
+
+def _best_bands(layout: Layout, run: list[int], prices: Prices) -> tuple[list[tuple[int, int]], float]:
+    """Find the cheapest partition of a run into bands, by dynamic programming over where the last band begins.
+
+    Return the first and last slice of each band of several, and the bytes of all.
+    """
     start, stop = layout.start[run].tolist(), layout.stop[run].tolist()
     rank = layout.rank[run].tolist()
     best = [0.0] + [float("inf")] * len(run)                     # [n] bytes of the first n slices
@@ -118,7 +146,7 @@ def _best_bands(layout: Layout, run: list[int], prices: Prices) -> list[tuple[in
         if n - begin[n] > 1:
             bands.append((begin[n], n - 1))
         n = begin[n]
-    return bands
+    return bands, best[-1]
 
 
 def _band_bytes(q_start: int, q_stop: int, last_start: int, num_slices: int, prices: Prices) -> float:
@@ -128,27 +156,64 @@ def _band_bytes(q_start: int, q_stop: int, last_start: int, num_slices: int, pri
     return last_start * prices.kv_bytes + (num_slices - 1) * width * prices.q_bytes
 
 
-def _key_shares(layout: Layout, band: list[int], prices: Prices, spare: list[float]
-                ) -> list[tuple[int, int, int]] | None:
-    """Return (slice of the serving rank, kv_start, kv_stop) that keep each rank's work; the last has the diagonal."""
+def _key_shares(
+    layout: Layout, band: list[int], now: TaskTable, prices: Prices, spare: list[float], *, is_even: bool
+) -> list[tuple[int, int, int]] | None:
+    """Return (server, kv_start, kv_stop) for all queries of a band's slices, whose tasks are `now`.
+
+    Each server of these tasks gets a share of the keys that keeps its work, or with `is_even` one that leaves all the
+    same spare work; the last has the diagonal. Return None if a server's work would exceed its cap.
+    """
     begin, end = layout.start[band].tolist(), layout.stop[band].tolist()
-    width = end[-1] - begin[0]
-    edges, pairs = [0], 0.0
-    for first, last in zip(begin[:-1], end[:-1], strict=True):
-        pairs += 0.5 * (last - first) * (last + first + 1)
-        edges.append(min(round(pairs / width / TILE) * TILE, begin[0]))
-    edges.append(end[-1])
-    shares, change = [], []
-    for i, kv_start, kv_stop in zip(band, edges[:-1], edges[1:], strict=True):
-        if kv_stop <= kv_start:
-            return None
-        own = prices.measure(int(layout.stop[i] - layout.start[i]), int(layout.stop[i]))
-        now = added(Piece(0, first, last, kv_start, first, kv_stop if kv_stop <= first else None).work(prices.measure)
-                    for first, last in zip(begin, end, strict=True))
-        change.append((int(layout.rank[i]), now - own))
-        shares.append((i, kv_start, kv_stop))
-    if any(extra > max(spare[rank], 0.0) for rank, extra in change):
+    own: dict[int, tuple[float, float]] = {}                     # server -> pairs and work, in the order of last slices
+    for server, first, last, kv_start, kv_stop in zip(*(column.tolist() for column in (
+            now.server, now.q_start, now.q_stop, now.kv_start, now.kv_stop)), strict=True):
+        pairs, work = own.pop(server, (0.0, 0.0))
+        piece = Piece(0, first, last, kv_start, first, None if kv_stop == last else kv_stop)
+        if kv_stop > kv_start:
+            pairs, work = pairs + _pairs(piece), work + piece.work(prices.measure)
+        own[server] = pairs, work
+    wanted = [pairs for pairs, _ in own.values()]
+    if len(own) == 1 or added(wanted) == 0:
         return None
-    for rank, extra in change:
-        spare[rank] -= max(extra, 0.0)                           # room that a band frees is not used again
+    if is_even:
+        rate = added(wanted) / added(work for _, work in own.values())
+        even = added(spare[server] for server in own) / len(own)
+        wanted = [max(pairs + rate * (spare[server] - even), 0.0) for server, (pairs, _) in own.items()]
+    edges = _edges(wanted, begin, end)
+    shares, change = [], []
+    for (server, (_, before)), kv_start, kv_stop in zip(own.items(), edges[:-1], edges[1:], strict=True):
+        after = added(Piece(0, first, last, kv_start, first, kv_stop if kv_stop <= first else None).work(prices.measure)
+                      for first, last in zip(begin, end, strict=True) if kv_start < min(last, kv_stop))
+        if kv_stop > kv_start:
+            shares.append((server, kv_start, kv_stop))
+        elif not is_even:
+            return None
+        change.append((server, after - before))
+    if any(extra > max(spare[server], 0.0) for server, extra in change):
+        return None
+    for server, extra in change:
+        spare[server] -= max(extra, 0.0)                         # room that a band frees is not used again
     return shares
+
+
+def _pairs(piece: Piece) -> float:
+    q_len, kv_len = piece.stop - piece.start, piece.key_end - piece.key_start
+    return q_len * (kv_len - 0.5 * (q_len - 1) * (piece.key_stop is None))
+
+
+def _edges(pairs: list[float], begin: list[int], end: list[int]) -> list[int]:
+    """Return the keys at which shares with these pairs end, in whole tiles and never inside a slice."""
+    edges, wanted, done = [0], 0.0, 0.0                          # done: pairs of all keys before `position`
+    position, at, queries = 0, 0, float(sum(end) - sum(begin))   # queries that see the keys from `position` on
+    for more in pairs[:-1]:
+        wanted += more
+        while at < len(begin) and done + queries * (begin[at] - position) < wanted:
+            length = end[at] - begin[at]
+            done += queries * (begin[at] - position) + length * (queries - 0.5 * (length - 1))
+            position, queries, at = end[at], queries - length, at + 1
+        if at == len(begin) or wanted <= done:                   # inside the slice that ends at `position`
+            edges.append(position)
+        else:
+            edges.append(max(min(round((position + (wanted - done) / queries) / TILE) * TILE, begin[at]), edges[-1]))
+    return [*edges, end[-1]]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.cost.attention_time import AttentionTime
+from distca.cost.attention_time import AttentionTime, shipped_table
 from distca.cost.latency_table import analytic_table
 from distca.cost.work import pairs_of_shard
 from distca.models import MODELS
@@ -16,7 +16,9 @@ from distca.planning.shard_cut import Prices
 from distca.planning.tasks import TaskTable, tasks_at_home
 from distca.planning.traffic import traffic
 from distca.workload.layout import Layout, layout_from_slices
-from tests.support.plans import LAYOUT_KINDS, covers_exactly_once, random_layout
+from distca.workload.packing import pack
+from distca.workload.topology import Topology
+from tests.support.plans import LAYOUT_KINDS, LayoutKind, covers_exactly_once, random_layout
 
 LLAMA = MODELS["llama3-8b"]
 TIME = AttentionTime.of(analytic_table(LLAMA, 550e12, max_kv_len=131_072), LLAMA)
@@ -153,3 +155,34 @@ def test_bands_appear_in_balanced_plans() -> None:
     plan.validate()
     partial = (plan.tasks.kv_start > 0) & (plan.tasks.home != plan.tasks.server)
     assert partial.any()
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_keys_of_a_long_document_reach_one_rank_of_a_node(backward: bool) -> None:
+    """Every node needs nearly all keys; its eight ranks divide them, wherever in the document their slices begin."""
+    lengths = np.append(131_072, np.full(512, 256))
+    topology = Topology.regular(64, 8)
+    layout = pack(lengths, ranks=64, placement="balanced", topology=topology)
+    plan = balance(layout, LLAMA, cost=AttentionTime.of(shipped_table("h200"), LLAMA), backward=backward,
+                   topology=topology)
+    plan.validate()
+    assert covers_exactly_once(layout.lengths, plan.tasks)
+    keys = plan.traffic()
+    received = np.bincount(keys.kv_server, weights=keys.kv_tokens, minlength=64)
+    reach = [int(plan.tasks.kv_stop[topology.node[plan.tasks.server] == node].max()) for node in range(8)]
+    assert min(reach) > 32_768                                   # not vacuous: nodes need many keys
+    assert received.mean() <= 0.3 * 131_072                      # a rank of a node that does not divide them needs 0.5
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from(LAYOUT_KINDS), st.integers(2, 8), st.integers(500, 4000))
+def test_bands_of_groups_are_exact_and_within_the_cap(seed: int, kind: LayoutKind, ranks: int, tokens: int) -> None:
+    layout = random_layout(seed, kind, ranks, tokens)
+    tasks, group = tasks_at_home(layout), np.arange(ranks) // 3
+    load = server_work(tasks, ranks, None)
+    cap = np.maximum(load, 1.1 * load.mean())
+    prices = Prices(2 * LLAMA.q_token_bytes(), LLAMA.kv_token_bytes(), pairs_of_shard)
+    shared = share_prefixes(layout, tasks, load, cap, prices, group)
+    assert covers_exactly_once(layout.lengths, shared)
+    assert (server_work(shared, ranks, None) <= cap * (1 + 1e-9)).all()
+    assert (group[shared.server] == group[shared.home]).all()
