@@ -16,7 +16,7 @@ from distca.planning.tasks import TaskTable
 from distca.spec import ModelShape
 from distca.workload.layout import Layout
 
-_WORTH_A_HOP = 0.95  # two hops must send at most this part of one hop's bytes between nodes
+_WORTH_A_HOP = 0.95  # two hops must send at most this part of one hop's bytes between nodes, in all or through a NIC
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +124,14 @@ def traffic_between_nodes(layout: Layout, tasks: TaskTable, node: np.ndarray) ->
 
 
 def two_hops_pay(layout: Layout, tasks: TaskTable, node: np.ndarray, model: ModelShape, tp: int = 1) -> bool:
-    """Return whether a node's ranks share enough keys that sending keys once per node pays for a second hop inside it.
+    """Return whether a second hop inside nodes pays: fewer bytes between nodes, or fewer through the busiest NIC.
 
-    Also True if nothing crosses nodes: then the whole exchange is inside nodes.
+    A node's ranks may share keys, or one of them may need most. Also True if nothing crosses nodes: then the whole
+    exchange is inside nodes.
     """
-    once = traffic_between_nodes(layout, tasks, node)
-    each = traffic(layout, tasks, len(node)).between(node)
-    return bool(once.sent_bytes(model, tp).sum() <= _WORTH_A_HOP * each.sent_bytes(model, tp).sum())
+    two, one = ((moved.sent_bytes(model, tp), moved.received_bytes(model, tp)) for moved in (
+        traffic_of_nics(layout, tasks, node), traffic(layout, tasks, len(node)).between(node)))
+    return bool(two[0].sum() <= _WORTH_A_HOP * one[0].sum() or np.max(two) <= _WORTH_A_HOP * np.max(one))
 
 
 class Gateways:

@@ -1,12 +1,14 @@
 """Bytes as a token-by-token count finds them: keys once per server, queries once per server, nothing from home."""
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca.models import MODELS
 from distca.planning.tasks import TaskTable, tasks_at_home
-from distca.planning.traffic import key_ranges, traffic
+from distca.planning.traffic import key_ranges, traffic, traffic_of_nics, two_hops_pay
 from distca.workload.layout import Layout, layout_from_rows, layout_from_slices
 from tests.support.plans import LAYOUT_KINDS, random_layout, tokens_moved
 
@@ -90,3 +92,15 @@ def test_shared_keys_and_queries_travel_once() -> None:
         [256 * q + 512 * kv, 0, 256 * q + 256 * kv],
         [0, 256 * q, 0],
     ]
+
+
+def test_two_hops_pay_where_one_rank_of_a_node_needs_most_keys() -> None:
+    """No two of its ranks need the same keys, but through gateways they arrive on all NICs."""
+    layout = layout_from_rows([[1024]] * 8)                      # node 1 serves the documents of node 0 too
+    tasks, node = tasks_at_home(layout), np.arange(8) // 4
+    spread = replace(tasks, server=np.array([4, 5, 6, 7, 4, 5, 6, 7]))
+    alone = replace(tasks, server=np.array([4, 4, 4, 4, 4, 5, 6, 7]))
+    assert not two_hops_pay(layout, spread, node, LLAMA) and two_hops_pay(layout, alone, node, LLAMA)
+    outer = traffic_of_nics(layout, alone, node)
+    assert outer.received_bytes(LLAMA)[4:].tolist() == [1024 * (LLAMA.q_token_bytes() + LLAMA.kv_token_bytes())] * 4
+    assert outer.kv_tokens.sum() == 4 * 1024
