@@ -153,8 +153,10 @@ def check_memory(setting: Setting, costs: Costs, listed: Mapping[str, tuple[Tick
     kept = {name: _kept(setting, costs, layers, ticks)[in_bytes] for name, (ticks, layers) in listed.items()}
     least = min(kept, key=lambda name: kept[name])
     if kept[least] > setting.memory:
+        model, tp = setting.model, setting.tp                    # exchanges need room too: two rows, there and back
+        row = setting.tokens_per_rank * (2 * model.q_token_bytes(tp) + model.kv_token_bytes(tp))
         given, needed = (f"{value / 1e9:.1f}GB" if in_bytes else f"{value:g}"
-                         for value in (setting.memory, kept[least] + 1e8 * in_bytes))
+                         for value in (setting.memory, kept[least] + (1e8 + 2 * row) * in_bytes))
         raise UserError(
             f"memory is {given} but every order of {setting.pp} stages and {setting.num_micro_batches} micro-batches "
             f"keeps more, {least!r} the least; give --memory {needed} or more")
