@@ -41,7 +41,8 @@ from two_namespaces import INTERFACE, Skip, limit, network, tell
 
 from distca.models import MODELS
 from distca.runtime.attention import CoreAttention
-from distca.runtime.pipeline import forward_segments
+from distca.runtime.ping_pong import forward_segments
+from distca.runtime.pipeline import Send
 from distca.runtime.transport import C10dTransport, Handle
 from distca.spec import ModelShape
 from distca.train.batches import RowPlans, StageWork
@@ -140,7 +141,8 @@ class OneAfterTheOther(StageWork):
     """The rows of a micro-batch in a single stream; they share no document."""
 
     def forward(
-        self, part: int, micro_batch: int, received: Sequence[torch.Tensor], plans: RowPlans, backward_plans: RowPlans
+        self, part: int, micro_batch: int, received: Sequence[Handle], send: Send, plans: RowPlans,
+        backward_plans: RowPlans,
     ) -> list[torch.Tensor]:
         def run(decoder: Decoder) -> list[torch.Tensor]:
             losses = []

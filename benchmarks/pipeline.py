@@ -41,6 +41,8 @@ from torch import nn
 
 from distca.models import MODELS
 from distca.planning.local_orders import one_forward_one_backward
+from distca.runtime.pipeline import Send
+from distca.runtime.transport import Handle
 from distca.spec import ModelShape
 from distca.trace import StepTrace
 from distca.train.batches import RowPlans, StageWork, step_plan
@@ -177,10 +179,11 @@ class CountedWork(StageWork):
         return self.kept
 
     def forward(
-        self, part: int, micro_batch: int, received: Sequence[torch.Tensor], plans: RowPlans, backward_plans: RowPlans
+        self, part: int, micro_batch: int, received: Sequence[Handle], send: Send, plans: RowPlans,
+        backward_plans: RowPlans,
     ) -> list[torch.Tensor]:
         with self.kept.of((part, micro_batch)):
-            outputs = super().forward(part, micro_batch, received, plans, backward_plans)
+            outputs = super().forward(part, micro_batch, received, send, plans, backward_plans)
         self.kept.count(self.units)
         return outputs
 

@@ -1,26 +1,16 @@
-"""Run a decoder's segments over one or two rows, and one rank's part of a pipeline step tick by tick.
-
-**Rows.** With one row, every exchange is waited for. With two nano-batches, ping and pong, one computes while the other
-is exchanged:
-
-    ping:  segment  start ······  serve ·····  finish  segment  start ···
-    pong:           segment  start ······  serve ·····  finish  segment …
-
-Between sending for one row and using the result, the rank computes for the other row. Autograd runs the same order in
-reverse, so communication is hidden in backward too. If a document is in both rows, pong's queries read ping's keys,
-which are available because ping is ahead in every layer. In backward pong comes first, so ping's keys have all their
-gradients when ping needs them.
+"""Run one rank's part of a pipeline step tick by tick.
 
 **Ticks.** In a same-phase tick every rank of every stage takes part in every attention call: active stages bring the
 rows of their micro-batch, the others an empty row, and all serve the tasks that the tick's plans assign to them. The
 calls of a tick are numbered by depth, the layer inside its part. A part with fewer layers is idle at the depths it
-lacks: the last of a forward and the first of a backward. Activations and gradients are sent to the neighbouring part's
-stage while the next tick runs. A weight unit is computed in pieces, one per segment, before the tick's calls. Ticks
-that mix phases (1F1B) run the same way, but attention is then only among the data ranks of a stage, which all run the
-same phase at the same time, and idle stages do not take part.
+lacks: the last of a forward and the first of a backward. Each row's activations are sent to the next part's stage once
+they are computed, and its gradients to the previous part's; a unit waits for a row when it needs it. A weight unit is
+computed in pieces, one per segment, before the tick's calls. Ticks that mix phases (1F1B) run the same way, but
+attention is then only among the data ranks of a stage, which all run the same phase at the same time, and idle stages
+do not take part.
 
-**Head.** In a head tick the stage of the last part sends every stage an equal slice of a micro-batch's hidden states.
-Each computes the loss of its tokens and their gradients at once, and sends these back for the last part's backward.
+**Head.** In a head tick the stage of the last part sends every stage an equal slice of each row's hidden states. Each
+computes the loss of its tokens and their gradients, row by row, and sends these back for the last part's backward.
 """
 
 from __future__ import annotations
@@ -35,13 +25,14 @@ import torch
 
 from distca.planning.plan import Plan
 from distca.planning.schedule import IDLE, Ticks
-from distca.runtime.attention import CoreAttention, Pending
+from distca.runtime.attention import CoreAttention
 from distca.runtime.call import Phase
 from distca.runtime.prepared import Shapes
 from distca.runtime.transport import Handle, PointToPoint
 from distca.validation import UserError
 
 RowPlans = Sequence[Sequence[Plan]]  # [row][depth]
+Send = Callable[[torch.Tensor], torch.Tensor]  # starts sending a row's output; returns what stands for it in backward
 
 
 class Stage(Protocol):
@@ -63,11 +54,13 @@ class Stage(Protocol):
         """Return any tensor with the dtype and device of activations."""
 
     def forward(
-        self, part: int, micro_batch: int, received: Sequence[torch.Tensor], plans: RowPlans, backward_plans: RowPlans
+        self, part: int, micro_batch: int, received: Sequence[Handle], send: Send, plans: RowPlans,
+        backward_plans: RowPlans,
     ) -> list[torch.Tensor]:
-        """Return each row's activations for the next part; the first part receives nothing.
+        """Return what `send` returned for each row's activations, or the loss if the head belongs to the last part.
 
-        The last part returns its hidden states, or the loss if the head belongs to it.
+        Wait for a row when it is needed, and `send` its activations or, after the last part, its hidden states. The
+        first part receives nothing.
         """
 
     def head(self, micro_batch: int, hidden: torch.Tensor, begin: int) -> torch.Tensor | None:
@@ -89,8 +82,8 @@ class Stage(Protocol):
 class _Live(NamedTuple):
     """A part's micro-batch between its forward and its backward."""
 
-    received: list[torch.Tensor]
     outputs: list[torch.Tensor]
+    gradients: list[_Gradient]  # of the rows that were sent
 
 
 class _Here(NamedTuple):
@@ -100,6 +93,53 @@ class _Here(NamedTuple):
 
     def wait(self) -> torch.Tensor:
         return self.tensor
+
+
+class _Row(NamedTuple):
+    """A row that arrives in slices; `wait` returns it whole, and tells how long it waited."""
+
+    slices: Sequence[Handle]
+    noted: Callable[[str, str], AbstractContextManager[None]]
+
+    def wait(self) -> torch.Tensor:
+        with self.noted("neighbour", "wait"):
+            arrived = [one.wait() for one in self.slices]
+        return arrived[0] if len(arrived) == 1 else torch.cat(arrived)
+
+
+class _Input:
+    """A row that a part receives and whose gradient it passes on as soon as backward has it."""
+
+    def __init__(self, row: Handle, passes_on: Callable[[torch.Tensor], None]) -> None:
+        self.row, self.passes_on = row, passes_on
+
+    def wait(self) -> torch.Tensor:
+        tensor = self.row.wait().requires_grad_()
+        tensor.register_post_accumulate_grad_hook(self._pass_on)
+        return tensor
+
+    def _pass_on(self, tensor: torch.Tensor) -> None:
+        assert tensor.grad is not None
+        self.passes_on(tensor.grad)
+
+
+class _Gradient:
+    """The gradient of a row that was sent, which backward waits for when it needs it."""
+
+    row: Handle
+
+
+class _Sent(torch.autograd.Function):
+    """Stands for a row that was sent: backward takes its gradient from the next part's stage."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, gradient: _Gradient) -> torch.Tensor:
+        ctx.gradient = gradient
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, placeholder: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.gradient.row.wait(), None
 
 
 class Pipeline:
@@ -132,7 +172,9 @@ class _Step:
         self.at, self.ticks, self.plans, self.forward_only = pipeline.at, ticks, plans, forward_only
         self._check()
         self.live: dict[tuple[int, int], _Live] = {}             # by part and micro-batch
-        self.arriving: dict[tuple[bool, int, int], list[Handle]] = {}  # by phase, part and micro-batch
+        self.hidden: dict[int, list[torch.Tensor]] = {}          # rows that wait for the head, by micro-batch
+        self.arriving: dict[tuple[bool, int, int], list[Handle]] = {}  # rows, by phase, part and micro-batch
+        self.sent: list[Handle] = []                             # in this tick
         runs_backward = ticks.active[:, self.at] & ticks.backward[:, self.at]
         self.returns = {(int(ticks.part[tick, self.at]), int(ticks.micro_batch[tick, self.at])): int(tick)
                         for tick in np.flatnonzero(runs_backward)}
@@ -142,21 +184,20 @@ class _Step:
     def run(self) -> None:
         ticks, leaving = self.ticks, list[Handle]()
         for tick in range(ticks.num_ticks):
-            sent: list[Handle] = []
             if ticks.head[tick] != IDLE:
                 with self._noted(f"head {ticks.head[tick]}", "pipeline"):
-                    sent = self._head(int(ticks.head[tick]))
+                    self._head(int(ticks.head[tick]))
             elif not (self.forward_only and (ticks.backward[tick, self.at] or not ticks.active[tick].any())):
-                sent = self._tick(tick)
+                self._tick(tick)
             for handle in leaving:                               # sent in the previous tick
                 handle.wait()
-            leaving = sent
+            leaving, self.sent = self.sent, []
             self._expect(tick)
         for handle in leaving:
             handle.wait()
 
-    def _tick(self, tick: int) -> list[Handle]:
-        """Run this stage's unit of a tick and serve the tick's other calls; return what is being sent."""
+    def _tick(self, tick: int) -> None:
+        """Run this stage's unit of a tick and serve the tick's other calls."""
         ticks, plans = self.ticks, self.plans[tick]
         part, micro_batch = int(ticks.part[tick, self.at]), int(ticks.micro_batch[tick, self.at])
         backward, weight = bool(ticks.backward[tick, self.at]), int(ticks.weight[tick, self.at])
@@ -167,73 +208,83 @@ class _Step:
             else:
                 with self._noted(f"weights {weight}", "pipeline"):
                     self._serve(plans, 0, backward, self._pieces(tick))
-            return []
+            return
         with self._noted(f"{'backward' if backward else 'forward'} {micro_batch}", "pipeline"):
-            received = self._arrived(self.arriving.pop((backward, part, micro_batch), []))
+            arriving = self.arriving.pop((backward, part, micro_batch), [])
             if backward:
                 self._serve(plans, self.stage.num_layers(part), backward)
-                return self._backward(part, micro_batch, received)
-            back = tick if self.forward_only else self.returns[part, micro_batch]
-            sent = self._forward(part, micro_batch, received, plans, self.plans[back])
-            self._serve(plans, self.stage.num_layers(part), backward)
-            return sent
+                self._backward(part, micro_batch, arriving)
+            else:
+                back = tick if self.forward_only else self.returns[part, micro_batch]
+                self._forward(part, micro_batch, arriving, plans, self.plans[back])
+                self._serve(plans, self.stage.num_layers(part), backward)
 
     def _forward(
-        self, part: int, micro_batch: int, received: list[torch.Tensor], plans: RowPlans, backward_plans: RowPlans
-    ) -> list[Handle]:
-        received = [x.requires_grad_() for x in received]
-        outputs = self.stage.forward(part, micro_batch, received, plans, backward_plans)
-        if not self.forward_only or (part == self.ticks.num_parts - 1 and self.ticks.spreads_head):
-            self.live[part, micro_batch] = _Live(received, outputs)
-        return self._send(False, part + 1, micro_batch, [output.detach() for output in outputs])
+        self, part: int, micro_batch: int, arriving: list[Handle], plans: RowPlans, backward_plans: RowPlans
+    ) -> None:
+        gradients: list[_Gradient] = []
 
-    def _backward(self, part: int, micro_batch: int, arrived: list[torch.Tensor]) -> list[Handle]:
-        live, ticks = self.live.pop((part, micro_batch)), self.ticks
-        if part == ticks.num_parts - 1 and ticks.spreads_head:
-            arrived = list(torch.cat(arrived).split([len(output) for output in live.outputs]))
-        self.stage.backward(part, micro_batch, live.outputs, arrived or None, apart=ticks.splits,
+        def send(output: torch.Tensor) -> torch.Tensor:
+            self._send(False, part + 1, micro_batch, output.detach())
+            if self.forward_only:
+                return output
+            gradients.append(_Gradient())
+            return _Sent.apply(output, gradients[-1])
+
+        rows = [_Input(row, lambda gradient: self._send(True, part - 1, micro_batch, gradient)) for row in arriving]
+        outputs = self.stage.forward(part, micro_batch, rows, send, plans, backward_plans)
+        if not self.forward_only:
+            self.live[part, micro_batch] = _Live(outputs, gradients)
+
+    def _backward(self, part: int, micro_batch: int, arriving: list[Handle]) -> None:
+        live = self.live.pop((part, micro_batch))
+        for gradient, row in zip(live.gradients, arriving, strict=True):
+            gradient.row = row
+        placeholders = [output.new_empty(()).expand_as(output) for output in live.outputs] if arriving else None
+        self.stage.backward(part, micro_batch, live.outputs, placeholders, apart=self.ticks.splits,
                             last=(part, micro_batch) == next(reversed(self.returns)))
-        gradients = [received.grad for received in live.received]
-        return self._send(True, part - 1, micro_batch, [gradient for gradient in gradients if gradient is not None])
 
-    def _send(self, backward: bool, part: int, micro_batch: int, tensors: Sequence[torch.Tensor]) -> list[Handle]:
-        """Start sending to a part, if there is such a part."""
-        if not 0 <= part < self.ticks.num_parts:
-            return []
-        target = int(self.ticks.stage_of[part])
-        if target == self.at:
-            self.arriving[backward, part, micro_batch] = [_Here(tensor) for tensor in tensors]
-            return []
-        return [self.neighbours.send(tensor, target) for tensor in tensors]
+    def _send(self, backward: bool, part: int, micro_batch: int, row: torch.Tensor) -> None:
+        """Start sending a row to a part, or keep it for the head. In backward, the last row comes first."""
+        if part == self.ticks.num_parts:
+            self.hidden.setdefault(micro_batch, []).append(row)
+        elif part >= 0 and (target := int(self.ticks.stage_of[part])) != self.at:
+            self.sent.append(self.neighbours.send(row, target))
+        elif part >= 0:
+            rows = self.arriving.setdefault((backward, part, micro_batch), [])
+            rows.insert(0 if backward else len(rows), _Row([_Here(row)], self._noted))
 
-    def _head(self, micro_batch: int) -> list[Handle]:
-        """Compute the head for this stage's slice of a micro-batch's tokens; return what is being sent."""
-        part, stages = self.ticks.num_parts - 1, self.ticks.num_stages
-        shapes, source = self.stage.hidden(micro_batch), int(self.ticks.stage_of[part])
-        edges = [sum(shape[0] for shape in shapes) * stage // stages for stage in range(stages + 1)]
-        sizes = [torch.Size((end - begin, shapes[0][1])) for begin, end in pairwise(edges)]
-        others = [stage for stage in range(stages) if stage != source and sizes[stage][0]]
-        sent: list[Handle] = []
-        if self.at == source:
-            outputs = torch.cat([output.detach() for output in self.live[part, micro_batch].outputs])
-            slices = outputs.split([size[0] for size in sizes])
-            sent = [self.neighbours.send(slices[stage], stage) for stage in others]
-            hidden = slices[source]
-        else:
-            hidden = torch.empty(sizes[self.at], dtype=self.stage.empty().dtype, device=self.stage.empty().device)
-            if self.at in others:
-                hidden, = self._arrived([self.neighbours.receive(sizes[self.at], self.stage.empty(), source)])
-        gradient = self.stage.head(micro_batch, hidden, edges[self.at])
-        if self.forward_only:
-            self.live.pop((part, micro_batch), None)
-            return sent
-        assert gradient is not None
-        if self.at != source:
-            return [self.neighbours.send(gradient, source)] if self.at in others else []
-        self.arriving[True, part, micro_batch] = [
-            _Here(gradient) if stage == source else self.neighbours.receive(sizes[stage], self.stage.empty(), stage)
-            for stage in range(stages) if stage == source or stage in others]
-        return sent
+    def _head(self, micro_batch: int) -> None:
+        """Compute the head for this stage's slice of each of a micro-batch's rows."""
+        part, stages, empty = self.ticks.num_parts - 1, self.ticks.num_stages, self.stage.empty()
+        source, first = int(self.ticks.stage_of[part]), 0
+        slices: list[tuple[int, list[torch.Size], Handle]] = []  # of each row: first token, shapes, this stage's own
+        for number, (num_tokens, width) in enumerate(self.stage.hidden(micro_batch)):
+            edges = [num_tokens * stage // stages for stage in range(stages + 1)]
+            shapes = [torch.Size((end - begin, width)) for begin, end in pairwise(edges)]
+            own: Handle
+            if self.at == source:
+                cut = self.hidden[micro_batch][number].split([shape[0] for shape in shapes])
+                self.sent += [self.neighbours.send(one, stage) for stage, one in enumerate(cut)
+                              if stage != source and len(one)]
+                own = _Here(cut[source])
+            elif shapes[self.at][0]:
+                own = _Row([self.neighbours.receive(shapes[self.at], empty, source)], self._noted)
+            else:
+                own = _Here(empty.new_empty(shapes[self.at]))
+            slices.append((first + edges[self.at], shapes, own))
+            first += num_tokens
+        self.hidden.pop(micro_batch, None)
+        for begin, shapes, own in slices:
+            gradient = self.stage.head(micro_batch, own.wait(), begin)
+            if gradient is None:
+                continue
+            if self.at == source:
+                self.arriving.setdefault((True, part, micro_batch), []).append(_Row([
+                    _Here(gradient) if stage == source else self.neighbours.receive(shape, empty, stage)
+                    for stage, shape in enumerate(shapes) if stage == source or shape[0]], self._noted))
+            elif len(gradient):
+                self.sent.append(self.neighbours.send(gradient, source))
 
     def _pieces(self, tick: int) -> Iterator[None]:
         """Compute a weight unit segment by segment, in the order of the tick's phase, one with every `next`."""
@@ -269,13 +320,10 @@ class _Step:
             part = int(ticks.part[tick, source]) + (-1 if backward else 1)
             if (source != self.at and 0 <= part < ticks.num_parts and ticks.stage_of[part] == self.at
                     and not (backward and self.forward_only)):
-                self.arriving[backward, part, micro_batch] = [
-                    self.neighbours.receive(shape, self.stage.empty(), source)
-                    for shape in self.stage.activations(micro_batch)]
-
-    def _arrived(self, handles: Sequence[Handle]) -> list[torch.Tensor]:
-        with self._noted("neighbour", "wait") if handles else nullcontext():
-            return [handle.wait() for handle in handles]
+                way = -1 if backward else 1                      # the last row's gradients come first
+                rows: list[Handle] = [_Row([self.neighbours.receive(shape, self.stage.empty(), source)], self._noted)
+                                      for shape in self.stage.activations(micro_batch)[::way]]
+                self.arriving[backward, part, micro_batch] = rows[::way]
 
     def _noted(self, name: str, lane: str) -> AbstractContextManager[None]:
         recorder = self.attention.recorder
@@ -287,53 +335,3 @@ class _Step:
                             f"{self.neighbours.num_stages}; make them with as many")
         if len(self.plans) != self.ticks.num_ticks:
             raise UserError(f"there are plans for {len(self.plans)} ticks of {self.ticks.num_ticks}; plan every tick")
-
-
-Segment = Callable[..., Any]
-Runs = Sequence[tuple[int, int]]  # tokens [start, stop) of a row, ascending
-
-
-def forward_segments(
-    segments: Sequence[Segment], inputs: Sequence[tuple[Any, ...]], rotaries: Sequence[Any],
-    plans: Sequence[Sequence[Plan]], attention: CoreAttention,
-    backward_plans: Sequence[Sequence[Plan]] | None = None, reads: Sequence[Runs] | None = None,
-) -> list[torch.Tensor]:
-    """Return the last segment's output for every row.
-
-    `segments` are first(*inputs, rotary) -> (x, q, k, v), middle(x, out, rotary) -> (x, q, k, v), last(x, out) -> y.
-    `plans[row][depth]` is the plan of a row's attention after segment `depth`; backward follows the same plans, or
-    `backward_plans`. `reads[row]` are tokens of the previous row that are key-only in this row's plans.
-    """
-    rows = range(len(inputs))
-    way_back = plans if backward_plans is None else backward_plans
-    states: list[torch.Tensor] = []
-    pending: list[Pending] = []
-    own: list[tuple[torch.Tensor, torch.Tensor]] = [(torch.empty(0),) * 2] * len(inputs)  # this depth's keys and values
-
-    def start(row: int, depth: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pending:
-        own[row] = k, v
-        if reads is not None and reads[row]:
-            k, v = (torch.cat([mine, *taken(before, reads[row])]) for mine, before in zip((k, v), own[row - 1],
-                                                                                          strict=True))
-        return attention.start(q, k, v, plans[row][depth], backward=way_back[row][depth])
-
-    for row in rows:
-        x, q, k, v = segments[0](*inputs[row], rotaries[row])
-        states.append(x)
-        pending.append(start(row, 0, q, k, v))
-    for depth, segment in enumerate(segments[1:-1], start=1):
-        for row in rows:
-            attention.serve(pending[row])
-        for row in rows:
-            x, q, k, v = segment(states[row], attention.finish(pending[row]), rotaries[row])
-            states[row] = x
-            pending[row] = start(row, depth, q, k, v)
-    for row in rows:
-        attention.serve(pending[row])
-    return [segments[-1](states[row], attention.finish(pending[row])) for row in rows]
-
-
-def taken(row: torch.Tensor, runs: Runs) -> list[torch.Tensor]:
-    """Return the runs of a row by a single split, so backward is one copy for any number of runs."""
-    edges = [0, *(edge for run in runs for edge in run), len(row)]
-    return list(row.split([b - a for a, b in pairwise(edges)]))[1::2]

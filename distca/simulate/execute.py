@@ -132,7 +132,8 @@ class _Execution:
         of_layer = costs.stage_parameters(self.of_stages, step.ticks.spreads_head) / self.of_stages
         self.weight_seconds = [np.array([costs.gather_seconds(part * size, self.num_data) for part in of_layer])
                                for size in (BF16_BYTES, FLOAT32_BYTES)]  # of a layer, [stages]
-        self.arrived = np.zeros((2, len(step.layers), len(step.micro_batches), self.num_ranks))  # a unit's input
+        self.arrived = np.zeros((2, len(step.layers), *self.tokens.shape[:2], self.num_ranks))  # inputs of nano-batches
+        self.done = [self.clock.compute_free] * self.tokens.shape[1]  # when the last tick's nano-batches were computed
         self.leaving = np.zeros(self.num_ranks)                  # when the previous tick's output has been sent
         self.record = record
 
@@ -155,13 +156,14 @@ class _Execution:
         number, back, active = units.micro_batch, units.backward, units.active
         clock, begin = self.clock, self.clock.compute_free
         runs, backward = self.is_own & active[self.stage], back[self.stage]
-        arrived = self.arrived[backward.astype(int), units.part[self.stage], number[self.stage],
-                               np.arange(self.num_ranks)]
-        clock.hold(np.where(runs, arrived, 0.0), "neighbour")
+        arrived = [np.where(runs, self.arrived[backward.astype(int), units.part[self.stage], number[self.stage],
+                                               self._nano(backward, position), np.arange(self.num_ranks)], 0.0)
+                   for position in range(len(self.done))]
+        clock.hold(arrived[0], "neighbour")
         nano_batches, background = self._nano_batches(units), self._background(units)
         slots: dict[bytes, _Slot] = {}
-        ready = [clock.compute_free] * len(nano_batches)
-        done, nic_free = clock.compute_free, clock.send_free[NIC].copy()  # when own layers end; NIC's state then
+        ready = [np.maximum(clock.compute_free, one) for one in arrived]
+        done, nic_free = ready, clock.send_free[NIC].copy()      # when own layers end; NIC's state then
         layer = self._turns(units)
         segment = _segments(units, layer)
         for turn in range(len(layer)):
@@ -173,7 +175,7 @@ class _Execution:
             for seconds in slot.computes:
                 ready = [clock.compute("layers", "linear", at, one) for at, one in zip(ready, seconds, strict=True)]
             if slot.leaves is not None:
-                done = np.where(slot.leaves, np.max(ready, axis=0), done)
+                done = [np.where(slot.leaves, at, one) for at, one in zip(ready, done, strict=True)]
                 nic_free = np.where(slot.leaves, clock.send_free[NIC], nic_free)
             if turn + 1 == len(layer):
                 break
@@ -188,25 +190,31 @@ class _Execution:
                 clock.background(name, ready[-1], of_layer * units.layers[self.stage])
         self._record_tick(units, begin)
         clock.hold(self.leaving)
-        self._send(units, np.maximum(done, nic_free))
+        self.done, self.leaving = done, np.zeros(self.num_ranks)
+        for position, one in enumerate(done):
+            self._send(units, position, np.maximum(one, nic_free), begin)
 
     def _head_tick(self, micro_batch: int) -> None:
-        """Scatter the last part's outputs over all stages, compute the head, and gather the gradients."""
-        clock, stages, data = self.clock, self.step.num_stages, np.arange(self.num_data)
-        tokens = self.tokens[micro_batch].sum(axis=0) / stages   # [data ranks]
-        share = np.zeros(self.num_ranks)
-        share[self.is_own] = np.tile(tokens, stages)
-        last = np.tile(int(self.step.ticks.stage_of[-1]) * self.num_data + data, stages)
+        """Scatter the last part's outputs over all stages, compute the head, and gather the gradients.
+
+        A nano-batch is scattered once it is computed, and gathered while the head computes the next.
+        """
+        clock, stages, begin = self.clock, self.step.num_stages, self.clock.compute_free
+        last = np.tile(int(self.step.ticks.stage_of[-1]) * self.num_data + np.arange(self.num_data), stages)
         others = np.arange(stages * self.num_data)
-        size = np.tile(tokens * (self.costs.model.hidden * BF16_BYTES / self.costs.tp), stages)
-        scatter, gather = (AllToAll.of(source, target, size, self.num_ranks, self.costs.ranks_per_node,
-                                       self.costs.ranks_per_pod).over(self.costs.links)
-                           for source, target in ((last, others), (others, last)))
-        begin = clock.compute_free
-        there = clock.exchange("to the head", begin, scatter)
-        seconds = sum(self.costs.head_seconds(share, backward) for backward in (False, True))
-        done = clock.compute("head", "linear", there, np.where(self.is_own, seconds, 0.0))
-        self.arrived[1, -1, micro_batch] = clock.exchange("from the head", done, gather)
+        waiting = []
+        for nano, tokens in enumerate(self.tokens[micro_batch] / stages):  # [data ranks]
+            share = np.zeros(self.num_ranks)
+            share[self.is_own] = np.tile(tokens, stages)
+            size = np.tile(tokens * (self.costs.model.hidden * BF16_BYTES / self.costs.tp), stages)
+            scatter, gather = (AllToAll.of(source, target, size, self.num_ranks, self.costs.ranks_per_node,
+                                           self.costs.ranks_per_pod).over(self.costs.links)
+                               for source, target in ((last, others), (others, last)))
+            there = clock.exchange("to the head", begin, scatter)
+            waiting.append((nano, there, gather, sum(self.costs.head_seconds(share, back) for back in (False, True))))
+        for nano, there, gather, seconds in waiting:
+            done = clock.compute("head", "linear", there, np.where(self.is_own, seconds, 0.0))
+            self.arrived[1, -1, micro_batch, nano] = clock.exchange("from the head", done, gather)
         if self.record:
             clock.span(f"head {micro_batch}", "pipeline", begin, np.where(self.is_own, clock.compute_free, 0))
 
@@ -228,7 +236,7 @@ class _Execution:
         phase = units.backward.astype(int)
         found = []
         for position in range(num_nano):
-            nano = np.where(units.backward, num_nano - 1 - position, position)  # [stages]
+            nano = self._nano(units.backward, position)          # [stages]
             table, head = np.zeros((4, self.num_ranks)), np.zeros(self.num_ranks)
             seconds = self.seconds[phase, units.micro_batch, nano]  # [stages, segments, data ranks]
             if units.weighs.any():
@@ -242,6 +250,10 @@ class _Execution:
                 head[self.at_end] = self.head[phase[last], units.micro_batch[last], nano[last]]
             found.append((table, head))
         return found
+
+    def _nano(self, backward: np.ndarray, position: int) -> np.ndarray:
+        """Return the nano-batch that runs at a position in a tick: the last one first in backward."""
+        return np.where(backward, self.tokens.shape[1] - 1 - position, position)
 
     def _plan_sets(self, tick: int, turn: int, layer: np.ndarray, units: _Units) -> list[PlanSet]:
         """Plans of one turn per nano-batch, in order of execution."""
@@ -270,18 +282,18 @@ class _Execution:
                 found.append((name, np.where(self.is_own, np.where(now, seconds, 0.0)[self.stage], 0.0)))
         return found
 
-    def _send(self, units: _Units, ready: np.ndarray) -> None:
-        """Send activations to the next part's stage and gradients to the previous one's.
+    def _send(self, units: _Units, position: int, ready: np.ndarray, begin: np.ndarray) -> None:
+        """Send a nano-batch's activations to the next part's stage, or its gradients to the previous one's.
 
-        A rank sends when its own layers are done and its NIC is free, even if it serves other stages after that. If
-        stages share attention, receives are posted at a tick's end; otherwise ahead, and nobody waits for a send.
+        A rank sends when its own layers are done and its NIC is free, even if it computes and serves others after that.
+        If stages share attention, receives are posted at a tick's begin; otherwise ahead, and nobody waits for a send.
         """
         clock, of = self.clock, self.step.ticks.stage_of
         tokens = np.zeros(self.num_ranks)
-        tokens[self.is_own] = self.tokens[units.micro_batch].sum(axis=1).ravel()
+        nano = self._nano(units.backward, position)
+        tokens[self.is_own] = self.tokens[units.micro_batch, nano].ravel()
         seconds = self.costs.send_seconds(tokens, self.num_data)
         posted = clock.compute_free if self.step.is_shared else np.zeros(self.num_ranks)
-        self.leaving = np.zeros(self.num_ranks)
         for phase, name, way in ((False, "send activations", 1), (True, "send gradients", -1)):
             to = units.part + way                                # [stages] part that receives
             moves = units.active & (units.backward == phase) & (to >= 0) & (to < len(of))
@@ -297,7 +309,7 @@ class _Execution:
                     self.leaving = np.maximum(self.leaving, sent if self.step.is_shared else 0.0)
                 for stage in np.flatnonzero(group).tolist():
                     there = self.is_own & (self.stage == target[stage])
-                    self.arrived[int(phase), to[stage], units.micro_batch[stage], there] = arrival[there]
+                    self.arrived[int(phase), to[stage], units.micro_batch[stage], nano[stage], there] = arrival[there]
 
     def _record_tick(self, units: _Units, begin: np.ndarray) -> None:
         if not self.record:

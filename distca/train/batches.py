@@ -31,8 +31,10 @@ from distca.planning.schedule import Ticks, layers_of_stages
 from distca.planning.step import StepPlan, StepSummary
 from distca.planning.windows import with_windows
 from distca.runtime.attention import CoreAttention
-from distca.runtime.pipeline import forward_segments
+from distca.runtime.ping_pong import forward_segments
+from distca.runtime.pipeline import Send
 from distca.runtime.prepared import Shapes
+from distca.runtime.transport import Handle
 from distca.simulate.execute import step_seconds
 from distca.spec import ModelShape
 from distca.train.agreement import StepDigests
@@ -280,18 +282,22 @@ class StageWork:
         return torch.empty(0, dtype=self.shapes.dtype, device=self.device)
 
     def forward(
-        self, part: int, micro_batch: int, received: Sequence[torch.Tensor], plans: RowPlans, backward_plans: RowPlans
+        self, part: int, micro_batch: int, received: Sequence[Handle], send: Send, plans: RowPlans,
+        backward_plans: RowPlans,
     ) -> list[torch.Tensor]:
         rows = self.rows[micro_batch]
 
         def run(decoder: Decoder) -> list[torch.Tensor]:
-            segments = decoder.parts[part]
-            inputs = [(tokens,) for tokens, _, _ in rows] if segments[0].embed is not None else [(x,) for x in received]
+            first, *middle, last = decoder.parts[part]
+            has_loss = last.norm is not None and not self.spreads_head
+            segments = [first if first.embed is not None else lambda row, rotary: first(row.wait(), rotary), *middle,
+                        last if has_loss else lambda x, out: send(last(x, out))]
+            inputs = [(tokens,) for tokens, _, _ in rows] if first.embed is not None else [(row,) for row in received]
             rotaries = [decoder.rotary(positions) for _, _, positions in rows]
             with nullcontext() if self.offload is None else self.offload.keeping():
                 states = forward_segments(segments, inputs, rotaries, plans, self.attention, backward_plans,
                                           self.reads[micro_batch])
-            if segments[-1].norm is None or self.spreads_head:
+            if not has_loss:
                 return states
             return [self.loss(_joined(states), decoder.head_weight, _joined([labels for _, labels, _ in rows]))]
 

@@ -173,7 +173,7 @@ def _halves(lengths: np.ndarray) -> tuple[_Parts, _Parts]:
     if _LONE * squares(lengths[queue]).sum() < longest * longest:
         early = 0
         taken = int(longest * sqrt(0.5))
-        assign(queue.pop(0), early, min(max(taken // GRID * GRID, taken % GRID), half))
+        assign(queue.pop(0), early, min(max(taken // GRID * GRID, taken % GRID, longest - half), half))
     for document in queue:
         tokens = int(lengths[document])
         side = 0 if (work[0], -free[0]) <= (work[1], -free[1]) else 1

@@ -13,7 +13,7 @@ from distca.kernels import TaskRows
 from distca.planning.balance import balance
 from distca.planning.step import MicroBatch
 from distca.runtime.attention import CoreAttention
-from distca.runtime.pipeline import taken
+from distca.runtime.ping_pong import taken
 from distca.runtime.transport import Handle, Transport, TransportError
 from distca.runtime.transport.c10d import C10dTransport
 from distca.spec import ModelShape

@@ -27,7 +27,8 @@ from distca.planning.plan import Plan, server_work
 from distca.planning.step import StepPlan
 from distca.runtime.attention import Pending, _Finish, _Serve, _Start
 from distca.runtime.call import Phase
-from distca.runtime.pipeline import Pipeline, forward_segments
+from distca.runtime.ping_pong import forward_segments
+from distca.runtime.pipeline import Pipeline
 from distca.simulate.costs import Costs
 from distca.simulate.execute import execute
 from distca.spec import ClusterShape, ModelShape
@@ -141,27 +142,39 @@ class Stage:
         pass
 
     def head(self, micro_batch: int, hidden: torch.Tensor, begin: int) -> torch.Tensor:
-        self.notes.append(Note("linear", ("spread", micro_batch, 0, "head")))
+        row = int(begin >= self.hidden(micro_batch)[0][0])
+        self.notes.append(Note("linear", ("spread", micro_batch, row, "head")))
         return torch.zeros_like(hidden)
 
-    def forward(self, part: int, micro_batch: int, received: list[torch.Tensor], plans: tuple[tuple[Plan, ...], ...],
-                backward_plans: tuple[tuple[Plan, ...], ...]) -> list[torch.Tensor]:
+    def forward(self, part: int, micro_batch: int, received: list[Any], send: Callable[..., torch.Tensor],
+                plans: tuple[tuple[Plan, ...], ...], backward_plans: tuple[tuple[Plan, ...], ...]
+                ) -> list[torch.Tensor]:
         rows = range(self.step.num_nano_batches)
+        has_loss = part == self.last and not self.step.ticks.spreads_head
+        shapes = self.hidden(micro_batch)
         inputs = [(row, torch.zeros(1, requires_grad=True) if part == 0 else received[row]) for row in rows]
 
         def segment(kind: str, num_outputs: int) -> Callable[..., Any]:
             return lambda x, *rest: Computed.apply(self.notes, (kind, micro_batch, self.row()), num_outputs, x,
                                                    *(one for one in rest if isinstance(one, torch.Tensor)))
 
-        segments = [segment("first", 4), *[segment("middle", 4)] * (self.step.layers[part] - 1), segment("last", 1)]
+        first, last = segment("first", 4), segment("last", 1)
+
+        def arrived(x: Any, rotary: None) -> Any:
+            return first(x if part == 0 else x.wait(), rotary)
+
+        def passed_on(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+            row, y = self.row(), last(x, out)
+            return y if has_loss else send(y.expand(shapes[row]) if part == self.last else y)
+
+        middle = [segment("middle", 4)] * (self.step.layers[part] - 1)
+        segments: list[Callable[..., Any]] = [arrived, *middle, passed_on]
         self.turn = Counter()
         states = forward_segments([self.numbered(at, one) for at, one in enumerate(segments)],
                                   [(x,) for _, x in inputs], [None for _ in rows], plans, cast(Any, self.attention),
                                   backward_plans)
-        if part < self.last:
+        if not has_loss:
             return states
-        if self.step.ticks.spreads_head:
-            return [state.expand(shape) for state, shape in zip(states, self.hidden(micro_batch), strict=True)]
         losses = [Computed.apply(self.notes, ("head", micro_batch, row), 1, x) for row, x in enumerate(states)]
         return [torch.stack(losses).sum()]
 
@@ -250,9 +263,8 @@ class Timed:
                     for kind, seconds in (("first", before), ("middle", before + behind), ("last", behind),
                                           ("head", costs.head_seconds(tokens, bool(backward)))):
                         self.linear[kind, number, row, backward] = seconds
-            tokens = np.sum([layout.tokens_per_rank() for layout in micro_batch.layouts], axis=0) / step.num_stages
-            both = [costs.head_seconds(tokens, backward) for backward in (False, True)]
-            self.linear["spread", number, 0, "head"] = both[0] + both[1]
+                both = [costs.head_seconds(tokens / step.num_stages, backward) for backward in (False, True)]
+                self.linear["spread", number, row, "head"] = both[0] + both[1]
         self.ends: list[list[float]] = [[] for _ in notes]       # [ranks][notes]
         self.spans: list[list[Computing]] = [[] for _ in notes]  # [ranks] of what computes
         self.done: dict[tuple[Any, Any, int], float] = {}        # (what, about, nth or message) -> end

@@ -22,7 +22,8 @@ from distca.planning.plan import Plan, max_over_mean
 from distca.planning.schedule import layers_of_stages
 from distca.planning.step import StepPlan
 from distca.runtime.attention import CoreAttention
-from distca.runtime.pipeline import Pipeline
+from distca.runtime.pipeline import Pipeline, Send
+from distca.runtime.transport import Handle
 from distca.runtime.transport.c10d import C10dTransport
 from distca.spec import ModelShape
 from distca.train.batches import StageWork, step_plan
@@ -194,12 +195,12 @@ class Vanishing(StageWork):
 
     how: tuple[str, str]                                         # dies or hangs, in forward or backward
 
-    def forward(self, part: int, micro_batch: int, received: Sequence[torch.Tensor], plans: Sequence[Sequence[Plan]],
-                backward_plans: Sequence[Sequence[Plan]]) -> list[torch.Tensor]:
+    def forward(self, part: int, micro_batch: int, received: Sequence[Handle], send: Send,
+                plans: Sequence[Sequence[Plan]], backward_plans: Sequence[Sequence[Plan]]) -> list[torch.Tensor]:
         how, where = self.how
         if micro_batch == 1 and where == "forward":
             self.attention.serve = lambda pending: vanish(how)  # type: ignore[method-assign]
-        outputs = super().forward(part, micro_batch, received, plans, backward_plans)
+        outputs = super().forward(part, micro_batch, received, send, plans, backward_plans)
         if micro_batch == 1:
             outputs[0].register_hook(lambda gradient: vanish(how))
         return outputs
