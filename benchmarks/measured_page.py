@@ -170,9 +170,12 @@ def pipeline(results: Path) -> str:
     live = {row["variant"]: row for row in content["memory"] if row["stage"] == 0}
     few, many = content["options"]["micro_batches"]
     table = [[said, f"{gain[variant, few]:.2f}×", f"{gain[variant, many]:.2f}×",
-              f"{live[variant]['live']} micro-batches (1F1B: {live[variant]['live_1f1b']})"]
-             for variant, said in (("same phase", "same-phase ticks, attention shared"),
-                                   ("same phase, ping-pong", "the same with ping-pong"))]
+              f"{live[variant]['live']:g} micro-batches (1F1B: {live[variant]['live_1f1b']:g})"]
+             for variant, said in (("1F1B, interleaved", "1F1B at home, two parts of the model a stage"),
+                                   ("1F1B, zero bubble", "1F1B at home, weight gradients apart (ZB-H1)"),
+                                   ("same phase", "same-phase ticks, attention shared"),
+                                   ("same phase, ping-pong", "the same with ping-pong"),
+                                   ("interleaved, ping-pong", "interleaved ticks with ping-pong"))]
     plans = {(row["placement"], row["ping_pong"]): f"{1e3 * row['plan_seconds']:.0f} ms" for row in content["planning"]}
     ticks = next(row["plans"] for row in content["planning"] if not row["ping_pong"])
     return ("Two CPU ranks as two pipeline stages, every second micro-batch one document of "

@@ -1,6 +1,7 @@
 """What does sharing attention over a pipeline's stages gain? Two CPU ranks as two stages, one thread each.
 
 1F1B at home   each stage computes its own attention and mixes phases: the usual schedule
+               interleaved: with two parts of the model a stage; zero bubble: with weight gradients in idle time (ZB-H1)
 same phase     all stages run the same phase in a tick and share its attention, idle ones included
 interleaved    and each stage has two parts of the model, weight gradients in idle time, and a share of the head
 ping-pong      and each micro-batch is two nano-batches, one of which computes while the other travels
@@ -59,6 +60,9 @@ OPTIONS = ("micro_batches", "tokens", "short", "long_every", "rounds")
 BASELINE = "1F1B at home"
 VARIANTS: dict[str, dict[str, str | bool]] = {
     BASELINE: {"attention.mode": "home", "batch.ping_pong": False},
+    "1F1B, interleaved": {"attention.mode": "home", "batch.ping_pong": False,
+                          "parallel.schedule": "interleaved_1f1b_2"},
+    "1F1B, zero bubble": {"attention.mode": "home", "batch.ping_pong": False, "parallel.schedule": "zb_h1"},
     "same phase": {"parallel.schedule": "same_phase", "batch.ping_pong": False},
     "same phase, ping-pong": {"parallel.schedule": "same_phase", "batch.ping_pong": True},
     "interleaved": {"parallel.schedule": "interleaved_2", "batch.ping_pong": False},

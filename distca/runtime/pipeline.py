@@ -182,16 +182,17 @@ class _Step:
         self.last_weight = {int(ticks.weight_part[tick, self.at]): int(tick) for tick in weighs}  # tick, by part
 
     def run(self) -> None:
-        ticks, leaving = self.ticks, list[Handle]()
+        ticks, leaving, in_step = self.ticks, list[Handle](), self.ticks.same_phase
         for tick in range(ticks.num_ticks):
             if ticks.head[tick] != IDLE:
                 with self._noted(f"head {ticks.head[tick]}", "pipeline"):
                     self._head(int(ticks.head[tick]))
             elif not (self.forward_only and (ticks.backward[tick, self.at] or not ticks.active[tick].any())):
                 self._tick(tick)
-            for handle in leaving:                               # sent in the previous tick
-                handle.wait()
-            leaving, self.sent = self.sent, []
+            if in_step:                                          # else a neighbour may be ticks behind
+                while leaving:                                   # sent in the previous tick
+                    leaving.pop().wait()
+            leaving, self.sent = leaving + self.sent, []
             self._expect(tick)
         for handle in leaving:
             handle.wait()

@@ -148,8 +148,9 @@ class Parallel:
     pipeline: int = setting(1, "Pipeline stages of the layers; attention is balanced over all stages.", least=1,
         most=MAX_RANKS, common=True, counted=True)
     schedule: str = setting("auto", "Order of a pipeline's work: interleaved_N (N parts of the layers on each stage, "
-        "weight gradients in idle time, the head on all stages), same_phase (one part a stage), 1f1b (the least "
-        "memory; attention is balanced within a stage); auto: the one predicted to be the fastest that fits.")
+        "weight gradients in idle time, the head on all stages), same_phase (one part a stage), or with attention "
+        "within a stage zb_h1 and 1f1b, which keep the least memory, and interleaved_1f1b_N; auto: the one predicted "
+        "to be the fastest that fits.")
     memory: float = setting(0.0, "The most that parallel.schedule auto may keep on a rank: micro-batches between "
         "forward and backward, such as 4, or bytes in all, such as 60e9; 0: the memory of attention.cluster's GPUs.")
     fsdp: bool = setting(True, "Shard parameters, gradients and optimizer state over the data ranks.")

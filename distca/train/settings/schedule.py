@@ -48,6 +48,10 @@ def pipeline_ticks(settings: Settings, model: ModelShape, tied: bool = False) ->
     if ticks.num_parts > model.num_layers:
         raise UserError(f"parallel.schedule is {name!r} but model {model.name!r} has {model.num_layers} layers on "
                         f"{stages} stages (parallel.pipeline); give at most {model.num_layers // stages} parts")
+    if ticks.splits and not splits:
+        raise UserError(f"parallel.schedule is {name!r}, which computes weight gradients apart, but model.tile_tokens "
+                        f"is {settings.model.tile_tokens} and model.offload {settings.model.offload:g}, which keep no "
+                        "inputs for that; set both to 0, or parallel.schedule to 'auto'")
     for field, value in (("dedicated", settings.attention.dedicated), ("adapt", settings.attention.adapt)):
         if value and not ticks.same_phase:
             raise UserError(f"parallel.schedule is {name!r}, in which attention stays within a stage, but "

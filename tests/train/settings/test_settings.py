@@ -165,6 +165,8 @@ IMPOSSIBLE = [
     ({"parallel.pipeline": "2", "parallel.schedule": "interleaved_2"}, ["parallel.schedule", "2 layers", "at most 1"]),
     ({"parallel.pipeline": "2", "parallel.schedule": "1f1b", "batch.micro_batches": "2", "attention.adapt": "true"},
      ["parallel.schedule", "'1f1b'", "attention.adapt"]),
+    ({"parallel.pipeline": "2", "parallel.schedule": "zb_h1", "model.recompute": "full", "model.tile_tokens": "64",
+      "batch.micro_batches": "2"}, ["parallel.schedule", "'zb_h1'", "model.tile_tokens"]),
     ({"parallel.pipeline": "2", "parallel.memory": "0.5"}, ["parallel.memory", "0.5", "micro-batches", "raise it"]),
     ({"parallel.pipeline": "2", "parallel.memory": "2e6"}, ["parallel.memory", "2e+06", "bytes", "raise it"]),
     ({"parallel.pipeline": "2", "attention.state": "keep"}, ["attention.state", "'keep'", "use 'resend'"]),
