@@ -136,7 +136,8 @@ def _table(lists: list[list[Unit]], stage_of: np.ndarray) -> Ticks:
             weight[at], weight_part[at] = number, which
         else:
             micro_batch[at], part[at], backward[at] = number, which, kind == BACKWARD
-    return Ticks(micro_batch, backward, int(micro_batch.max()) + 1, part, weight, weight_part, stage_of=stage_of)
+    return Ticks(micro_batch, _with_phase(micro_batch, backward != 0), int(micro_batch.max()) + 1, part, weight,
+                 weight_part, stage_of=stage_of)
 
 
 def _needs(unit: Unit, last_part: int) -> list[Unit]:
@@ -165,6 +166,10 @@ def ticks_at(forward: np.ndarray, backward: np.ndarray) -> Ticks:
     micro_batch[forward, stage] = number
     micro_batch[backward, stage] = number
     is_backward[backward, stage] = True
+    return Ticks(micro_batch, _with_phase(micro_batch, is_backward), num_micro_batches)
+
+
+def _with_phase(micro_batch: np.ndarray, backward: np.ndarray) -> np.ndarray:
+    """Return `backward` with idle stages in the phase of the tick, if it has one: they serve the others' attention."""
     idle = micro_batch == IDLE
-    is_backward |= idle & (is_backward | idle).all(axis=1, keepdims=True)
-    return Ticks(micro_batch, is_backward, num_micro_batches)
+    return np.asarray(backward | (idle & (backward | idle).all(axis=1, keepdims=True)))

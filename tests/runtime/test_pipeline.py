@@ -287,6 +287,20 @@ def test_many_more(step: Step) -> None:
     check(step, on_fake_ranks(step))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("num_stages", range(2, 7))
+def test_every_order_is_exact(num_stages: int) -> None:
+    """Up to 12 micro-batches and 3 parts a stage; one layer a part, one data rank."""
+    for number in range(1, 13):
+        documents = tuple((2 + 2 * (3 * at % 7), 5, 3) for at in range(number))  # even tokens: ping and pong
+        for chunks in (0, 1, 2, 3):
+            check(step := Step((1,) * num_stages * max(1, chunks), 1, documents, chunks=chunks), on_fake_ranks(step))
+        for order, chunks in (("1f1b", 0), ("zb_h1", 0), ("interleaved_1f1b_2", 2)):
+            step = Step((1,) * num_stages * max(1, chunks), 1, documents, planning="within_stages", order=order,
+                        chunks=chunks)
+            check(step, on_fake_ranks(step))
+
+
 class Watched(Work):
     """Counts the micro-batches of which anything is kept: what backward needs, what came in, what went out."""
 
