@@ -289,7 +289,7 @@ def shares(results: Path) -> str:
     content = _read(results, "share_of_bound")
     table = [[name, f"{one['settings']}", *(f"{100 * one[key]:.1f} %" for key in (
         "share_min", "share_median", "share_max", "ceiling_of_tasks_min"))] for name, one in content["summary"].items()]
-    return ("That table is older than placement by nodes, interleaved pipelines and the kernel's latest tables. `distca` "
+    return ("That table is older than placement by nodes, interleaved pipelines and the latest tables. `distca` "
             "of the bound since then, by tensor parallelism, one batch a setting, for those settings that have run "
             f"({_source('share_of_bound')}, `benchmarks/share_of_bound.py`); the last column is what the shapes of "
             "tasks alone leave of it, with free links and perfect balance. The bound counts no recomputation: without "
