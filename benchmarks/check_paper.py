@@ -39,6 +39,8 @@ def check_paper(
         help=f"Sampled batches of every point; {FULL_BATCHES}, and {QUICK_BATCHES} with --quick.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for one plot per figure.")] = Path("paper"),
     plots: Annotated[bool, typer.Option(help="Draw them.")] = True,
+    kept: Annotated[Path | None, typer.Option(
+        help="File that keeps what was measured, so that an interrupted check goes on where it was.")] = None,
     workers: Annotated[int | None, typer.Option(help="Processes; as many as there are cores.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the checklist.")] = False,
 ) -> None:
@@ -52,7 +54,7 @@ def check_paper(
     with progress(1 + sum(len(cases(figure, quick)) for figure in figures)) as step:
         step("simulating")
         rows = measure_all(figures, quick=quick, num_batches=num_batches,
-                           workers=workers or (1 if quick else os.cpu_count() or 1), step=step)
+                           workers=workers or (1 if quick else os.cpu_count() or 1), step=step, kept=kept)
     found = verdicts(claims, rows)
     drawn = save(rows) if save else []
     if as_json:

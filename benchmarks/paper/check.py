@@ -5,10 +5,13 @@ Nothing here knows what the paper found: `claims` puts its figures beside ours.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict
 from functools import cache
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,16 +42,39 @@ Row = dict[str, Any]
 
 
 def measure_all(
-    figures: Sequence[str], *, quick: bool, num_batches: int, workers: int, step: Callable[[str], None]
+    figures: Sequence[str], *, quick: bool, num_batches: int, workers: int, step: Callable[[str], None],
+    kept: Path | None = None,
 ) -> dict[str, list[Row]]:
-    """Rows by figure, in the order of the cases; `step` is called after each case."""
+    """Rows by figure, in the order of the cases; `step` is called after each case.
+
+    `kept` is a file of cases that were measured: those in it are not measured again, and others are appended to it, so
+    that a run which was interrupted goes on where it was.
+    """
     wanted = [case for figure in figures for case in cases(figure, quick)]
-    rows: dict[int, list[Row]] = {}
-    for at, found in _measured(wanted, num_batches, workers):
-        rows[at] = found
-        step(wanted[at].figure)
-    return {figure: [row for at, case in enumerate(wanted) if case.figure == figure for row in rows[at]]
-            for figure in figures}
+    done = _read(kept, num_batches)
+    missing = [case for case in wanted if _key(case) not in done]
+    for case in wanted:
+        if _key(case) in done:
+            step(case.figure)
+    for at, found in _measured(missing, num_batches, workers):
+        case = missing[at]
+        done[_key(case)] = found
+        if kept is not None:
+            with kept.open("a") as file:
+                file.write(json.dumps({"case": asdict(case), "batches": num_batches, "rows": found}) + "\n")
+        step(case.figure)
+    return {figure: [row for case in wanted if case.figure == figure for row in done[_key(case)]] for figure in figures}
+
+
+def _key(case: Case) -> str:
+    return json.dumps(asdict(case))
+
+
+def _read(kept: Path | None, num_batches: int) -> dict[str, list[Row]]:
+    """Return the rows of the cases in the file, by case, if they are of as many batches."""
+    lines = kept.read_text().splitlines() if kept is not None and kept.exists() else []
+    entries = [json.loads(line) for line in lines]
+    return {json.dumps(entry["case"]): entry["rows"] for entry in entries if entry["batches"] == num_batches}
 
 
 def _measured(wanted: Sequence[Case], num_batches: int, workers: int) -> Iterator[tuple[int, list[Row]]]:

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from paper import claims
 from paper.cases import FIGURES, Case, cases
-from paper.check import hidden_shards_bound, measure
+from paper.check import hidden_shards_bound, measure, measure_all
 from paper.claims import CLAIMS, PAPER_SPEED, figures_of, verdicts
 
 import distca
@@ -226,3 +226,33 @@ def test_the_bound_falls_with_faster_compute_and_rises_with_bandwidth() -> None:
         bound = hidden_shards_bound(model, cluster)
         assert hidden_shards_bound(model, replace(cluster, inter_node_bandwidth=100e9)) > bound
         assert hidden_shards_bound(model, replace(cluster, peak_flops_per_second=2e15)) < bound
+
+
+def test_a_check_that_was_interrupted_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, steps = tmp_path / "kept.jsonl", list[str]()
+
+    def rows(batches: int) -> dict[str, list[dict[str, object]]]:
+        return measure_all(("fig5", "appA"), quick=True, num_batches=batches, workers=1, step=steps.append, kept=kept)
+
+    def fails(case: Case, num_batches: int) -> list[dict[str, object]]:
+        if case.figure == "appA":
+            raise KeyboardInterrupt
+        return measure(case, num_batches)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("paper.check.measure", fails)
+        with pytest.raises(KeyboardInterrupt):
+            rows(1)
+    assert steps == ["fig5"] and len(kept.read_text().splitlines()) == 1
+    measured = list[str]()
+
+    def noted(case: Case, num_batches: int) -> list[dict[str, object]]:
+        measured.append(case.figure)
+        return measure(case, num_batches)
+
+    monkeypatch.setattr("paper.check.measure", noted)
+    found = rows(1)
+    assert measured == ["appA"] and steps == ["fig5", "fig5", "appA"]
+    assert found == {figure: measure(cases(figure, True)[0], 1) for figure in ("fig5", "appA")}
+    rows(2)                                                      # of other batches: nothing can be reused
+    assert measured == ["appA", "fig5", "appA"]
