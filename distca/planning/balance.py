@@ -134,8 +134,8 @@ def _in_seconds(at_home: Plan, cost: AttentionTime) -> Plan:
         return best
     server = int(np.argmax(work / np.where(pool > 0, pool, 1.0)))
     alone = float(load_of(best.tasks)[server])
-    return replace(best, limit=f"server {server} takes {work[server]:.3g} s, of which {work[server] - alone:.2g} s are "
-                               "the launch and the tail of its work, and no cut that was tried is quicker")
+    return replace(best, limit=f"the slowest server takes {work[server]:.3g} s, of which {work[server] - alone:.2g} s "
+                               "are the launch and the tail of its work, and no cut that was tried is quicker")
 
 
 def _sends_no_more(plan: Plan, than: Plan) -> bool:

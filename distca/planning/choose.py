@@ -49,6 +49,8 @@ AUTO: Literal["auto"] = "auto"
 DEFAULT_TOLERANCE = 0.05
 TOLERANCES = (0.01, 0.05, 0.2)  # candidates of auto
 StepSeconds = Callable[[StepPlan], float]
+KnownCalls = dict[tuple[int, bool, tuple[int, ...]], tuple[tuple[int, ...], Plan]]  # see `balance_calls`
+KnownPlans = dict[tuple[str, float, bool], KnownCalls]  # by placement, tolerance and ping-pong
 
 
 def asked_tolerance(value: float | str) -> float | Literal["auto"]:
@@ -67,7 +69,7 @@ def plan_step(
     micro_batches: Sequence[np.ndarray], model: ModelShape, *, num_data: int, layers: Sequence[int], tp: int = 1,
     ping_pong: bool = True, placement: str = "balanced", tolerance: float | StepSeconds = DEFAULT_TOLERANCE,
     speed: Sequence[float] | np.ndarray | None = None, cost: AttentionTime | None = None,
-    topology: Topology | None = None, ticks: Ticks | None = None,
+    topology: Topology | None = None, ticks: Ticks | None = None, known: KnownPlans | None = None,
 ) -> StepPlan:
     """Balance a step over the data ranks of all stages and dedicated servers.
 
@@ -79,7 +81,8 @@ def plan_step(
     placement, in total or from the busiest sender, or with nodes through the busiest NIC, the given one is used. With
     `cost`, forward and backward are balanced by their own seconds, else by causal pairs; with `cost`, given placement
     is not used if its attention takes longer. If `tolerance` is a function that predicts a step's seconds, the quickest
-    step of `TOLERANCES` is returned, on a tie the looser one.
+    step of `TOLERANCES` is returned, on a tie the looser one. `known` keeps the plans for steps of the same micro-batches
+    in other orders, if all else but placement, tolerance and ping-pong is the same.
     """
     ticks = same_phase_ticks(len(layers), len(micro_batches)) if ticks is None else ticks
     if (ticks.num_parts, ticks.num_micro_batches) != (len(layers), len(micro_batches)):
@@ -95,8 +98,8 @@ def plan_step(
         raise UserError(f"speed has {len(pool)} servers, more than {ticks.num_stages * num_data} ranks, but ticks mix "
                         "forward with backward, which dedicated servers cannot serve; use an order of one phase")
     choose = _planned if placement == "given" or not ticks.same_phase else _no_worse_than_given
-    inputs = [_Inputs(lengths, model, num_data, tuple(layers), ticks, tp, ping_pong, one, pool, cost, topology)
-              for one in (TOLERANCES if callable(tolerance) else (tolerance,))]
+    inputs = [_Inputs(lengths, model, num_data, tuple(layers), ticks, tp, ping_pong, one, pool, cost, topology,
+                      {} if known is None else known) for one in (TOLERANCES if callable(tolerance) else (tolerance,))]
     steps = [choose(one, placement) for one in inputs]
     if not callable(tolerance):
         return steps[0]
@@ -120,6 +123,7 @@ class _Inputs:
     pool: np.ndarray           # [servers] their speeds
     cost: AttentionTime | None
     topology: Topology | None
+    known: KnownPlans
 
     @property
     def speed(self) -> np.ndarray:
@@ -139,7 +143,8 @@ def _planned(inputs: _Inputs, placement: str) -> StepPlan:
         return replace(step, placement=placement)
     calls, number = distinct_calls(ticks, packed, inputs.layers, phases_differ=inputs.cost is not None)
     plans = balance_calls(calls, inputs.model, tolerance=inputs.tolerance, speed=inputs.pool, tp=inputs.tp,
-                          cost=inputs.cost, topology=inputs.topology)
+                          cost=inputs.cost, topology=inputs.topology,
+                          known=inputs.known.setdefault((placement, inputs.tolerance, inputs.ping_pong), {}))
     return StepPlan(inputs.model, inputs.tp, inputs.layers, packed, ticks, plans, number, True, placement=placement)
 
 
@@ -222,14 +227,15 @@ def distinct_calls(
 def balance_calls(
     calls: Sequence[TickCall], model: ModelShape, *, tolerance: float = DEFAULT_TOLERANCE,
     speed: Sequence[float] | np.ndarray | None = None, tp: int = 1, cost: AttentionTime | None = None,
-    topology: Topology | None = None,
+    topology: Topology | None = None, known: KnownCalls | None = None,
 ) -> tuple[Plan, ...]:
     """Balance every call over the ranks of all stages, followed by dedicated servers.
 
     If the same micro-batches run together again on other stages, their plan is moved to those stages if servers allow.
+    `known` has the plans of earlier calls of the same micro-batches, and gets these.
     """
     plans: list[Plan] = []
-    known: dict[tuple[int, bool, tuple[int, ...]], tuple[tuple[int, ...], Plan]] = {}
+    known = {} if known is None else known
     for running, nano, backward, layout in calls:
         together = nano, backward, tuple(sorted(running))        # on any stages
         plan = _on_other_stages(*known[together], running, layout) if together in known else None
@@ -244,20 +250,21 @@ def balance_calls(
 def _on_other_stages(before: tuple[int, ...], plan: Plan, after: tuple[int, ...], layout: Layout) -> Plan | None:
     """Move a plan to other stages of the same micro-batches, as servers of equal speed are interchangeable.
 
-    Return None if speeds differ, if ranks that share a node or pod would be separated, or if the plan has a limit,
-    whose text names ranks.
+    Return None if speeds differ, if ranks that share a node or pod would be separated, or if the plan has a limit in
+    pairs, whose text names ranks.
     """
+    if before == after:
+        return plan
     num_data = layout.num_ranks // len(after)
     moves_to = np.empty(len(after), dtype=np.int64)              # [stages] idle stages follow in order
     moves_to[np.argsort(before, kind="stable")] = np.argsort(after, kind="stable")
     rank = np.arange(plan.num_servers)
     rank[:layout.num_ranks] = (moves_to[:, None] * num_data + np.arange(num_data)).ravel()
     groups = () if plan.topology is None else (plan.topology.node, plan.topology.pod)
-    if plan.limit is not None or (plan.speed[rank] != plan.speed).any() or any(
+    if (plan.limit is not None and plan.cost is None) or (plan.speed[rank] != plan.speed).any() or any(
             len(np.unique(np.stack([group, group[rank]]), axis=1).T) != int(group.max()) + 1 for group in groups):
         return None
-    tasks = replace(plan.tasks, home=rank[plan.tasks.home], server=rank[plan.tasks.server])
-    return replace(plan, layout=layout, tasks=tasks)
+    return plan.renumbered(layout, rank)
 
 
 def _outline(inputs: _Inputs, layout: Layout) -> Plan:

@@ -6,7 +6,7 @@ report read plans and never change them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -78,6 +78,7 @@ class Plan:
     backward: bool = False        # work is backward seconds; pairs are the same in both phases
     window: int | None = None     # keys that a query sees, including its own; None: the whole prefix
     topology: Topology | None = None  # which servers share a node; None: unknown
+    _work: np.ndarray | None = field(default=None, init=False, repr=False)  # once it was asked for
 
     def __post_init__(self) -> None:
         freeze(self, ("speed",), np.float64)
@@ -88,7 +89,21 @@ class Plan:
 
     def work(self) -> np.ndarray:
         """[servers] Return the work; work / speed is the time that a server takes."""
-        return server_work(self.tasks, self.num_servers, self.cost, self.backward, self.window)
+        if self._work is None:
+            self._keep(server_work(self.tasks, self.num_servers, self.cost, self.backward, self.window))
+        assert self._work is not None
+        return self._work
+
+    def _keep(self, work: np.ndarray) -> None:
+        work.setflags(write=False)
+        object.__setattr__(self, "_work", work)
+
+    def renumbered(self, layout: Layout, number: np.ndarray) -> Plan:
+        """Return the plan on servers of other numbers, for a layout with these; equal speeds are assumed."""
+        tasks = replace(self.tasks, home=number[self.tasks.home], server=number[self.tasks.server])
+        plan = replace(self, layout=layout, tasks=tasks)
+        plan._keep(self.work()[np.argsort(number)])
+        return plan
 
     def traffic(self) -> Traffic:
         return traffic(self.layout, self.tasks, self.num_servers)

@@ -66,8 +66,9 @@ class PlanCosts:
         """[servers] seconds of attention."""
         key, plan = (at, backward), self.plans[at]
         if key not in self._seconds:
-            self._seconds[key] = server_work(plan.tasks, plan.num_servers, self.attention, backward) / (
-                self.attention.speeds(plan.num_servers))
+            is_known = plan.cost == self.attention and plan.backward == backward and plan.window is None
+            work = plan.work() if is_known else server_work(plan.tasks, plan.num_servers, self.attention, backward)
+            self._seconds[key] = work / self.attention.speeds(plan.num_servers)
         return self._seconds[key]
 
     def chunk_seconds(self, at: int, backward: bool) -> np.ndarray:

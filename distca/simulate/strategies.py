@@ -12,7 +12,7 @@ also tries the orders of `planning.local_orders`, and to move layers off the las
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
 
@@ -28,7 +28,7 @@ from distca.baselines import (
     variable_length,
     variable_rows,
 )
-from distca.planning.choose import DEFAULT_TOLERANCE, TOLERANCES, plan_step
+from distca.planning.choose import DEFAULT_TOLERANCE, TOLERANCES, KnownPlans, plan_step
 from distca.planning.local_orders import ONE_FORWARD_ONE_BACKWARD, ZB_H1, ZBV, local_order, local_orders
 from distca.planning.orders import INTERLEAVED, by_work, order_named, orders
 from distca.planning.schedule import Ticks, layers_of_stages
@@ -54,6 +54,7 @@ class StepDocuments:
     """One step's documents: sequences of `context` tokens, in the loader's order."""
 
     sequences: tuple[np.ndarray, ...]
+    known: KnownPlans = field(default_factory=dict)  # our plans of these documents in one setting
 
     def lengths(self) -> np.ndarray:
         return np.concatenate(self.sequences)
@@ -106,7 +107,8 @@ class PoolChoice:
         return plan_step(
             [documents[number] for number in order], setting.model, num_data=setting.num_data, layers=layers,
             ticks=ticks, tp=setting.tp, ping_pong=self.ping_pong, placement=self.placement, tolerance=self.tolerance,
-            cost=costs.attention, topology=Topology.of_cluster(setting.cluster, setting.num_pool, setting.tp))
+            cost=costs.attention, topology=Topology.of_cluster(setting.cluster, setting.num_pool, setting.tp),
+            known=batch.known)
 
     def ticks(self, setting: Setting) -> tuple[Ticks, tuple[int, ...]]:
         """Return the order's ticks and the layers of its parts."""
