@@ -48,9 +48,10 @@ from distca.workload.topology import Topology
 AUTO: Literal["auto"] = "auto"
 DEFAULT_TOLERANCE = 0.05
 TOLERANCES = (0.01, 0.05, 0.2)  # candidates of auto
+_QUIETER = 0.9  # part of the busiest sender's bytes below which a micro-batch of several keeps given placement
 StepSeconds = Callable[[StepPlan], float]
-KnownCalls = dict[tuple[int, bool, tuple[int, ...]], tuple[tuple[int, ...], Plan]]  # see `balance_calls`
-KnownPlans = dict[tuple[str, float, bool], KnownCalls]  # by placement, tolerance and ping-pong
+KnownCalls = dict[tuple[object, ...], tuple[tuple[int, ...], Plan]]  # see `balance_calls`
+KnownPlans = dict[tuple[float, bool], KnownCalls]  # by tolerance and ping-pong
 
 
 def asked_tolerance(value: float | str) -> float | Literal["auto"]:
@@ -81,7 +82,7 @@ def plan_step(
     placement, in total or from the busiest sender, or with nodes through the busiest NIC, the given one is used. With
     `cost`, forward and backward are balanced by their own seconds, else by causal pairs; with `cost`, given placement
     is not used if its attention takes longer. If `tolerance` is a function that predicts a step's seconds, the quickest
-    step of `TOLERANCES` is returned, on a tie the looser one. `known` keeps the plans for steps of the same micro-batches
+    step of `TOLERANCES` is returned, on a tie the looser one. `known` keeps plans for steps of the same micro-batches
     in other orders, if all else but placement, tolerance and ping-pong is the same.
     """
     ticks = same_phase_ticks(len(layers), len(micro_batches)) if ticks is None else ticks
@@ -97,10 +98,10 @@ def plan_step(
     if not ticks.same_phase and len(pool) > ticks.num_stages * num_data:
         raise UserError(f"speed has {len(pool)} servers, more than {ticks.num_stages * num_data} ranks, but ticks mix "
                         "forward with backward, which dedicated servers cannot serve; use an order of one phase")
-    choose = _planned if placement == "given" or not ticks.same_phase else _no_worse_than_given
     inputs = [_Inputs(lengths, model, num_data, tuple(layers), ticks, tp, ping_pong, one, pool, cost, topology,
                       {} if known is None else known) for one in (TOLERANCES if callable(tolerance) else (tolerance,))]
-    steps = [choose(one, placement) for one in inputs]
+    steps = [_planned(one, [placement] * len(lengths)) if placement == "given" or not ticks.same_phase else
+             _no_worse_than_given(one, placement) for one in inputs]
     if not callable(tolerance):
         return steps[0]
     tried = tuple((one, tolerance(step)) for one, step in zip(TOLERANCES, steps, strict=True))
@@ -131,48 +132,64 @@ class _Inputs:
         return self.pool if self.cost is None else self.pool * self.cost.speeds(len(self.pool))
 
 
-def _planned(inputs: _Inputs, placement: str) -> StepPlan:
-    """Plan the step with one placement."""
-    packed, ticks = _packed(inputs, placement), inputs.ticks
+def _planned(inputs: _Inputs, placements: Sequence[str]) -> StepPlan:
+    """Plan the step with the placement of each micro-batch."""
+    packed, ticks = _packed(inputs, placements), inputs.ticks
+    used = next((one for one in placements if one != "given"), "given")
     if not ticks.same_phase:
         nodes = None if inputs.topology is None else inputs.topology.first(inputs.num_data)
         step = step_among_data_ranks(
             packed, lambda layout: balance(layout, inputs.model, tolerance=inputs.tolerance, tp=inputs.tp,
                                            speed=inputs.pool[:inputs.num_data], cost=inputs.cost, topology=nodes),
             inputs.model, layers=inputs.layers, tp=inputs.tp, ticks=ticks)
-        return replace(step, placement=placement)
+        return replace(step, placement=used)
     calls, number = distinct_calls(ticks, packed, inputs.layers, phases_differ=inputs.cost is not None)
     plans = balance_calls(calls, inputs.model, tolerance=inputs.tolerance, speed=inputs.pool, tp=inputs.tp,
-                          cost=inputs.cost, topology=inputs.topology,
-                          known=inputs.known.setdefault((placement, inputs.tolerance, inputs.ping_pong), {}))
-    return StepPlan(inputs.model, inputs.tp, inputs.layers, packed, ticks, plans, number, True, placement=placement)
+                          cost=inputs.cost, topology=inputs.topology, placements=placements,
+                          known=inputs.known.setdefault((inputs.tolerance, inputs.ping_pong), {}))
+    return StepPlan(inputs.model, inputs.tp, inputs.layers, packed, ticks, plans, number, True, placement=used)
 
 
 def _no_worse_than_given(inputs: _Inputs, placement: str) -> StepPlan:
-    """Plan the step with a placement, or with given placement if that sends less and does not compute longer.
+    """Plan the step with a placement, or with given placement where that sends less and does not compute longer.
 
-    The comparison covers the bytes of all calls and those of each call's busiest sender. If the pool has nodes, only
-    each call's busiest NIC counts: it is done last, and the bytes of the others cost no time. Given placement is not
-    planned if a lower bound on its bytes, or an outline of its plans, already sends at least as much. Outlines count
-    causal pairs: they send about as much as plans in seconds, in a tenth of the planning time.
+    First, a micro-batch keeps given placement if the busiest sender of its calls (those in which it has the most work)
+    then sends clearly less. After that the step is compared with one in which all are given, by the bytes of all calls
+    and those of each call's busiest sender. If the pool has nodes, only each call's busiest NIC counts: it is done
+    last, and the bytes of the others cost no time. Given placement is not planned if a lower bound on its bytes, or an
+    outline of its plans, already sends at least as much. Outlines count causal pairs: they send about as much as plans
+    in seconds, in a tenth of the planning time.
     """
-    step, in_seconds = _planned(inputs, placement), inputs.cost is not None
-    sent, has_nodes = _sent(step.forward_plans()), inputs.topology is not None and len(inputs.topology.levels()) > 0
-    calls, number = distinct_calls(step.ticks, _packed(inputs, "given"), inputs.layers, phases_differ=False)
+    count, in_seconds = len(inputs.lengths), inputs.cost is not None
+    step, given = _planned(inputs, [placement] * count), None
+    has_nodes = inputs.topology is not None and len(inputs.topology.levels()) > 0
+    calls, number = distinct_calls(step.ticks, _packed(inputs, ["given"] * count), inputs.layers, phases_differ=False)
     forward = dict.fromkeys(number[0, step.ticks.forward_ticks()].ravel().tolist())
-    layouts = [calls[at].layout for at in forward if at != NO_CALL]
+    here = [calls[at] for at in forward if at != NO_CALL]
+    sent = _sent(step.forward_plans())
     if in_seconds or has_nodes:
-        if (sent <= _sent(_outline(inputs, layout) for layout in layouts)).all():
-            return step
-    elif (sent <= np.sum([_least_bytes(inputs, layout) for layout in layouts], axis=0)).all():
+        theirs = _sent(_outline(inputs, call.layout) for call in here)
+    elif (sent.sum(axis=0) <= np.sum([_least_bytes(inputs, call.layout) for call in here], axis=0)).all():
         return step
-    given = _planned(inputs, "given")
-    if (in_seconds or not has_nodes) and (sent <= _sent(given.forward_plans())).all():
+    else:
+        given = _planned(inputs, ["given"] * count)
+        theirs = _sent(given.forward_plans())
+    work = np.array([causal_work(np.zeros_like(lengths), lengths).sum() for lengths in inputs.lengths])
+    heaviest = [max(call.running, key=lambda one: -1.0 if one == IDLE else work[one]) for call in here]
+    mine, others = (np.bincount(heaviest, weights=columns[:, -1], minlength=count) for columns in (sent, theirs))
+    quieter = others < _QUIETER * mine                           # [micro-batches]
+    if quieter.any() and not quieter.all():
+        step = _planned(inputs, np.where(quieter, "given", placement).tolist())
+        sent = _sent(step.forward_plans())
+    if (in_seconds or has_nodes) and (sent.sum(axis=0) <= theirs.sum(axis=0)).all():
+        return step
+    given = given or _planned(inputs, ["given"] * count)
+    if (sent.sum(axis=0) <= _sent(given.forward_plans()).sum(axis=0)).all():
         return step
     return step if in_seconds and _slowest_seconds(given) > _slowest_seconds(step) else given
 
 
-def _packed(inputs: _Inputs, placement: str) -> tuple[MicroBatch, ...]:
+def _packed(inputs: _Inputs, placements: Sequence[str]) -> tuple[MicroBatch, ...]:
     """Pack every micro-batch over the data ranks of a stage, by the mean speeds over stages."""
     stages = inputs.ticks.num_stages
     ranks = stages * inputs.num_data
@@ -183,7 +200,7 @@ def _packed(inputs: _Inputs, placement: str) -> tuple[MicroBatch, ...]:
               NO_CUTS if inputs.cost is None else inputs.cost.cuts(),
               None if inputs.topology is None else inputs.topology.first(inputs.num_data))
     return tuple(MicroBatch(lengths, cut(lengths, ranks=inputs.num_data, placement=placement, aim=aim))
-                 for lengths in inputs.lengths)
+                 for lengths, placement in zip(inputs.lengths, placements, strict=True))
 
 
 def work_of_documents(cost: AttentionTime | None) -> DocumentWork:
@@ -227,17 +244,18 @@ def distinct_calls(
 def balance_calls(
     calls: Sequence[TickCall], model: ModelShape, *, tolerance: float = DEFAULT_TOLERANCE,
     speed: Sequence[float] | np.ndarray | None = None, tp: int = 1, cost: AttentionTime | None = None,
-    topology: Topology | None = None, known: KnownCalls | None = None,
+    topology: Topology | None = None, placements: Sequence[str] = (), known: KnownCalls | None = None,
 ) -> tuple[Plan, ...]:
     """Balance every call over the ranks of all stages, followed by dedicated servers.
 
     If the same micro-batches run together again on other stages, their plan is moved to those stages if servers allow.
-    `known` has the plans of earlier calls of the same micro-batches, and gets these.
+    `known` has the plans of earlier calls of the same micro-batches by their `placements`, and gets these.
     """
     plans: list[Plan] = []
     known = {} if known is None else known
     for running, nano, backward, layout in calls:
-        together = nano, backward, tuple(sorted(running))        # on any stages
+        here = sorted(running)                                   # on any stages
+        together = nano, backward, *here, *(placements[one] for one in here if placements and one != IDLE)
         plan = _on_other_stages(*known[together], running, layout) if together in known else None
         if plan is None:
             plan = balance(layout, model, tolerance=tolerance, speed=speed, tp=tp, cost=cost, backward=backward,
@@ -276,7 +294,7 @@ def _outline(inputs: _Inputs, layout: Layout) -> Plan:
 
 
 def _sent(plans: Iterable[Plan]) -> np.ndarray:
-    """Return the bytes of all calls, and the sum of each call's busiest sender; with nodes, only the busiest NIC's.
+    """Return the bytes of each call and of its busiest sender; with nodes, only the busiest NIC's.
 
     A NIC sends and receives at the same time, so its busier direction counts.
     """
@@ -289,7 +307,7 @@ def _sent(plans: Iterable[Plan]) -> np.ndarray:
         else:
             sent = plan.traffic().sent_bytes(plan.model, plan.tp)
             found.append([sent.sum(), sent.max()])
-    return np.sum(found, axis=0)
+    return np.array(found)
 
 
 def _least_bytes(inputs: _Inputs, layout: Layout) -> tuple[float, float]:

@@ -29,8 +29,8 @@ from distca.models import MODELS
 from distca.planning import choose
 from distca.planning.balance import balance
 from distca.planning.choose import AUTO, TOLERANCES, asked_tolerance, balance_calls, distinct_calls, plan_step
-from distca.planning.orders import same_phase_ticks
-from distca.planning.plan import Plan, max_over_mean
+from distca.planning.orders import order_named, same_phase_ticks
+from distca.planning.plan import Plan, max_over_mean, server_work
 from distca.planning.schedule import Ticks, layers_of_stages, tick_layout
 from distca.planning.step import MicroBatch, StepPlan, same_columns
 from distca.planning.tasks import TaskTable
@@ -133,6 +133,51 @@ def test_never_worse_over_a_pipeline_with_dedicated_servers() -> None:
                     for placement in ("balanced", "given"))
     mine.validate()
     assert all(one <= other for one, other in zip(sent(mine), sent(theirs), strict=True))
+
+
+def test_each_micro_batch_has_the_placement_that_loads_senders_less() -> None:
+    """One document over all ranks is cheaper in the loader's order; short ones between long ones are placed."""
+    lengths = [np.array([32 * 65_536]), sample_lengths("prolong", 32 * 65_536, seed=2)]
+    steps = {placement: plan_step(lengths, LLAMA, num_data=32, layers=(1,), placement=placement, ping_pong=False)
+             for placement in ("balanced", "given")}
+    alone = [placed_step(one, 32, "balanced") for one in lengths]
+    assert [step.placement for step in alone] == ["given", "balanced"]
+    for number, step in enumerate(alone):
+        assert same_columns(steps["balanced"].micro_batches[number].layouts[0], step.micro_batches[0].layouts[0])
+    assert steps["balanced"].placement == "balanced"
+    assert all(one <= other for one, other in zip(sent(steps["balanced"]), sent(steps["given"]), strict=True))
+
+
+@pytest.mark.parametrize("cost", [None, AttentionTime.of(shipped_table("h200"), LLAMA)])
+def test_steps_in_other_orders_share_the_plans_of_equal_calls(
+    monkeypatch: pytest.MonkeyPatch, cost: AttentionTime | None
+) -> None:
+    lengths = [sample_lengths("prolong", 4 * 8192, seed=seed) for seed in range(4)]
+    known: choose.KnownPlans = {}
+    options = {"model": LLAMA, "num_data": 4, "ping_pong": False, "cost": cost, "placement": "given"}
+
+    def step(order: str, layers: int, known: choose.KnownPlans | None) -> tuple[StepPlan, int]:
+        balancing = Mock(wraps=balance)
+        monkeypatch.setattr(choose, "balance", balancing)
+        ticks = order_named(order, 2, 4)
+        return plan_step(lengths, layers=(layers,) * ticks.num_parts, ticks=ticks, known=known, **options), (
+            balancing.call_count)
+
+    _, count = step("same_phase", 2, known)
+    assert count == (1 if cost is None else 2) * 5               # 0, 01, 12, 23 and 3, both directions
+    again, count = step("interleaved_2", 1, known)
+    alone, of_all = step("interleaved_2", 1, None)
+    assert count == 0 < of_all                                   # groups of two: 0, 01, 12, 23, 3
+    again.validate()
+    for mine, theirs in zip(again.plans, alone.plans, strict=True):
+        assert same_columns(mine.layout, theirs.layout)
+        assert mine.work() == pytest.approx(plan_work(mine), rel=1e-12)
+        if theirs.limit is None:
+            assert max_over_mean(mine.work(), mine.speed) <= 1.05 + 1e-9
+
+
+def plan_work(plan: Plan) -> list[float]:
+    return server_work(plan.tasks, plan.num_servers, plan.cost, plan.backward, plan.window).tolist()
 
 
 def test_even_nics_are_worth_more_bytes() -> None:
