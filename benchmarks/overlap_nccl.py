@@ -63,14 +63,14 @@ SHOWN_SECONDS = 2e-4  # kernels of a trace that are written down
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How NCCL's kernels and attention's share the GPU; 0 channels are as many as NCCL wants."""
+    """How NCCL's kernels and attention's share the GPU; with 0 channels NCCL takes as many as it wants."""
 
     channels: int = 0
     high_priority: bool = False
     spare: int = 0
 
     def __str__(self) -> str:
-        about = f"{self.channels} channels" if self.channels else "NCCL's channels"
+        about = f"{self.channels} channels" if self.channels else "as it is"
         return about + ", high priority" * self.high_priority + f", {self.spare} spare" * bool(self.spare)
 
 
@@ -209,18 +209,7 @@ def rank_main(options: argparse.Namespace) -> dict[str, Any]:
     def over(link: Link) -> C10dTransport:
         return transports[link.channels, link.high_priority]
 
-    room, tried = leave_room(device), list[dict[str, float]]()
-    for tokens in options.tokens:
-        steps, one_byte = RankSteps(device, tokens, room), OneByteTransport(over(plain).group)
-        for _ in range(2 + (not tried)):                         # connects, compiles, keeps what it will hand over
-            compute, *_ = steps.step(plain, "1 byte", one_byte)
-        travel = steps.travel_seconds(one_byte, over(plain))
-        tried.append({"tokens_per_rank": tokens, "compute_seconds": compute, "travel_seconds": travel,
-                      "exchanges": len(one_byte.kinds), "bytes_sent_by_rank_0": sum(sum(a) for a, _ in one_byte.kinds)})
-        if dist.get_rank() == 0:
-            print(json.dumps(tried[-1]), flush=True)
-        if travel <= HALF * compute:
-            break
+    steps, one_byte, calibration = calibrated(options.tokens, device, plain, over(plain))
     cases = [(plain, variant) for variant in VARIANTS] + [(link, "ping-pong") for link in others]
     found: dict[tuple[Link, str], list[tuple[float, float, float]]] = {case: [] for case in cases}
     for turn in range(options.rounds + 1):
@@ -228,18 +217,39 @@ def rank_main(options: argparse.Namespace) -> dict[str, Any]:
             taken = steps.step(link, variant, one_byte if variant == "1 byte" else over(link))
             if turn:                                             # the first prepares plans and connects
                 found[link, variant].append(taken)
-        if _rank_zeros(time.perf_counter() - began) > options.seconds:
+        if turn and _rank_zeros(time.perf_counter() - began) > options.seconds:
             break
-    losses = [loss for link_and_variant in cases for _, _, loss in found[link_and_variant]]
+    losses = [loss for steps_of_case in found.values() for _, _, loss in steps_of_case]
     least = median(seconds for seconds, _, _ in found[plain, "1 byte"])
+    rows = [result(case, steps_of_case, least) for case, steps_of_case in found.items()]
+    if dist.get_rank() == 0:                                     # before profiling, which some machines refuse
+        print(*rows, sep="\n", flush=True)
     traces = {}
     for link, variant in [cases[0], cases[1], *((link, "ping-pong") for link in others if link.spare)]:
         with traced(device, dist.get_rank() == 0) as spans:
             steps.step(link, variant, over(link))
         traces[f"{variant}, {link}"] = spans
-    return {"gpu": gpu, "calibration": tried, "largest_loss_difference": max(losses) - min(losses),
-            "rows": [result(case, steps_of_case, least) for case, steps_of_case in found.items()],
-            "traces": {name: summary(spans) for name, spans in traces.items() if spans}}
+    return {"gpu": gpu, "calibration": calibration, "largest_loss_difference": max(losses) - min(losses),
+            "rows": rows, "traces": {name: summary(spans) for name, spans in traces.items() if spans}}
+
+
+def calibrated(
+    candidates: Sequence[int], device: torch.device, link: Link, transport: C10dTransport
+) -> tuple[RankSteps, OneByteTransport, list[dict[str, float]]]:
+    """Steps of the fewest tokens at which travel takes at most half of the computing, else of the most tokens."""
+    room, tried = leave_room(device), list[dict[str, float]]()
+    for tokens in candidates:
+        steps, one_byte = RankSteps(device, tokens, room), OneByteTransport(transport.group)
+        for _ in range(2 + (not tried)):                         # connects, compiles, keeps what it will hand over
+            compute, *_ = steps.step(link, "1 byte", one_byte)
+        travel = steps.travel_seconds(one_byte, transport)
+        tried.append({"tokens_per_rank": tokens, "compute_seconds": compute, "travel_seconds": travel,
+                      "exchanges": len(one_byte.kinds), "bytes_sent_by_rank_0": sum(sum(a) for a, _ in one_byte.kinds)})
+        if dist.get_rank() == 0:
+            print(json.dumps(tried[-1]), flush=True)
+        if travel <= HALF * compute:
+            break
+    return steps, one_byte, tried
 
 
 def _rank_zeros(value: float) -> float:
@@ -360,7 +370,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS / "overlap_nccl.json")
     options = parser.parse_args()
     many = options.channels
-    options.links = [Link(many)] if options.device == "cpu" else [
+    options.links = [Link()] if options.device == "cpu" else [
         Link(many), Link(many, True), Link(many, True, many), Link(1)]
     host = host_facts(device=options.device, sharing="MPS" if options.mps else "time slices")
     with mps(options.mps):
