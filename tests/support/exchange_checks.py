@@ -36,8 +36,8 @@ from tests.support.batches import nano_index
 from tests.support.plans import scattered_plan
 
 MODEL = ModelShape("small", 1, 512, 4, 2, 64, 1024, 64)
-LENGTHS = {"cuda": [1451, 1, 127, 350, 650, 256, 261],           # 3096 = 8 x 387, cut anywhere by the ranks
-           "cpu": [363, 1, 32, 88, 163, 64, 65]}                 # 776 = 8 x 97
+LENGTHS = {"cuda": [1451, 1, 127, 350, 650, 256, 269],           # 3104 = 16 x 194, cut anywhere by the ranks
+           "cpu": [363, 1, 32, 88, 163, 64, 73]}                 # 784 = 16 x 49
 WINDOW = 100
 DIMS = 64, 64         # of queries and keys, and of values
 LATENT_DIMS = 192, 128
