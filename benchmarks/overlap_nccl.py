@@ -356,6 +356,9 @@ def show(report: dict[str, Any]) -> None:
                        f"{100 * one['overlapped_share']:.0f} %", f"{one['nccl_alone_seconds']:.2f}",
                        "/".join(map(str, one["nccl_blocks"])), beside)
     console.print(traces)
+    plain, *others = (row for row in report["rows"] if row.variant == "ping-pong")
+    for row in others:
+        console.print(f"{row.link}: {row.step_seconds / plain.step_seconds:.3f}× the step over {plain.link}")
     console.print(f"losses differ by at most {report['largest_loss_difference']:.1e}")
 
 

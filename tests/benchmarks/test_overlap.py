@@ -67,3 +67,14 @@ def test_kernels_beside_nccl_are_counted_by_kind_from_torchs_trace() -> None:
     assert found["nccl_alone_seconds"] == pytest.approx(0.013)  # 20 to 30 and 60 to 63 ms
     assert found["overlapped_share"] == pytest.approx(27 / 40) and found["nccl_blocks"] == [4]
     assert [kernel[:2] for kernel in found["kernels"]] == [(span.stream, span.kind) for span in spans]
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_the_variants_over_four_ranks_have_one_loss(tmp_path: Path) -> None:
+    output = tmp_path / "overlap_nccl.json"
+    subprocess.run([sys.executable, overlap_nccl.__file__, "--device", "cpu", "--tokens", "64", "--rounds", "1",
+                    "--output", str(output)], check=True, timeout=240)
+    content = json.loads(output.read_text())
+    assert [row["variant"] for row in content["rows"]] == list(overlap_nccl.VARIANTS)
+    assert content["largest_loss_difference"] < 1e-5 and content["calibration"][0]["bytes_sent_by_rank_0"] > 0
