@@ -28,19 +28,24 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def on_ranks(size: int, main: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call `main(*args)` in `size` new processes, the ranks of a gloo group, and return what each rank returned."""
+def on_ranks(size: int, main: Callable[..., Any], *args: Any, nccl: bool = False) -> list[Any]:
+    """Call `main(*args)` in `size` new processes, the ranks of a gloo group, and return what each rank returned.
+
+    With `nccl` they share the first GPU, each a host of its own to NCCL, which connects them by sockets on loopback.
+    """
     with (tempfile.TemporaryDirectory() as folder,
           ProcessPoolExecutor(size, mp_context=get_context("spawn")) as processes):
-        calls = [processes.submit(_one_rank, rank, size, folder, main, args) for rank in range(size)]
+        calls = [processes.submit(_one_rank, rank, size, folder, nccl, main, args) for rank in range(size)]
         return [call.result() for call in calls]
 
 
-def _one_rank(rank: int, size: int, folder: str, main: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _one_rank(rank: int, size: int, folder: str, nccl: bool, main: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    if nccl:
+        os.environ.update(NCCL_HOSTID=f"h{rank}", NCCL_SOCKET_IFNAME="lo", GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     one_worker_per_group()
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size,
-                            timeout=timedelta(minutes=10))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", init_method=f"file://{folder}/store", rank=rank,
+                            world_size=size, timeout=timedelta(minutes=10))
     try:
         return main(*args)
     finally:

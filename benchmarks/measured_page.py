@@ -193,7 +193,25 @@ def overlap(results: Path) -> str:
     return (f"Two CPU ranks over a link slowed to {content['calibration']['rate_mbit']:.0f} Mbit/s, so that what "
             f"travels just hides: one nano-batch, which waits, takes {content['single_stream_over_ping_pong']:.2f}× "
             f"the time of ping-pong, and ping-pong {content['ping_pong_over_one_byte']:.3f}× that of messages of one "
-            f"byte ({_source('overlap')}, `benchmarks/overlap.py`).")
+            f"byte ({_source('overlap')}, `benchmarks/overlap.py`)." + overlap_over_nccl(results))
+
+
+def overlap_over_nccl(results: Path) -> str:
+    if not (results / "overlap_nccl.json").exists():
+        return ""
+    content = _read(results, "overlap_nccl")
+    chosen, traces = content["calibration"][-1], content["traces"]
+    beside = {name: f"{100 * trace['overlapped_share']:.0f} %" for name, trace in traces.items()}
+    table = [[row["link"], row["variant"], f"{row['step_seconds']:.2f} s", f"{100 * row['exposed_share']:.1f} %",
+              beside.get(f"{row['variant']}, {row['link']}", "")] for row in content["rows"]]
+    return (f"\n\nFour ranks of one {content['gpu']['name']}, shared by {content['host']['sharing']}, over NCCL by "
+            f"sockets: forward and backward of {content['model']['num_layers']} layers, "
+            f"{_tokens(chosen['tokens_per_rank'])} tokens of a rank in each of two nano-batches. A step's exchanges by "
+            f"themselves take {100 * chosen['travel_seconds'] / chosen['compute_seconds']:.0f} % of the time of its "
+            "computing. Exposed is what the bytes add to a step. The last column is the share of the time of NCCL's "
+            "kernels in which other kernels run too, in a trace of one rank's streams "
+            f"({_source('overlap_nccl')}, `benchmarks/overlap_nccl.py`):\n\n"
+            + _table(("link", "variant", "step", "exposed", "NCCL's kernels beside others"), table))
 
 
 def adapted(results: Path) -> str:

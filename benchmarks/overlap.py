@@ -105,26 +105,29 @@ def slowest_rate(trips: Sequence[Trip], allowed_seconds: float) -> float:
 
 
 class OneByteTransport(C10dTransport):
-    """Exchanges of one byte a segment. The first of its kind travels whole, and its bytes arrive ever after.
+    """Exchanges of one byte a segment, in steps that all make the same; the first step's travel whole, and what arrives
+    then is handed over ever after.
 
-    Exchanges are of a kind when they have the same splits, which two ranks see alike. Notes when each exchange started,
-    when it was waited for and what it would have carried.
+    Notes when each exchange of a step started, when it was waited for and what it would have carried; empty `noted`
+    before each step.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
-        assert self.size == RANKS
-        self.kept: dict[tuple[tuple[int, ...], tuple[int, ...]], torch.Tensor] = {}
+        self.kinds: list[tuple[list[int], list[int]]] = []  # splits of each exchange
+        self.kept: list[torch.Tensor] = []  # what arrived
         self.noted: list[list[float]] = []  # per exchange: bytes, segments, when it started, was waited for
 
     def exchange(self, send: torch.Tensor, send_splits: list[int], recv_splits: list[int]) -> Handle:
-        kind = tuple(send_splits), tuple(recv_splits)
-        if kind not in self.kept:
-            self.kept[kind] = super().exchange(send, send_splits, recv_splits).wait()
+        kind, number = (send_splits, recv_splits), len(self.noted)
+        if number == len(self.kept):
+            self.kinds.append(kind)
+            self.kept.append(super().exchange(send, send_splits, recv_splits).wait())
+        assert self.kinds[number] == kind, f"exchange {number} has other splits than in the first step"
         few = [[min(1, split) for split in splits] for splits in kind]
         note = [sum(map(sum, kind)), sum(map(sum, few)), time.perf_counter(), math.nan]
         self.noted.append(note)
-        return _OneByteHandle(super().exchange(send[:sum(few[0])], *few), self.kept[kind], note)
+        return _OneByteHandle(super().exchange(send[:sum(few[0])], *few), self.kept[number], note)
 
 
 class _OneByteHandle:

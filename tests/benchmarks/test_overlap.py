@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 import overlap
+import overlap_nccl
 
 
 def test_the_rate_is_what_the_tightest_window_needs_and_what_may_stick_out() -> None:
@@ -47,3 +49,32 @@ def test_skips_with_a_reason_where_the_network_is_not_allowed(missing: str, reas
     assert overlap.main() == 0
     assert reason in capsys.readouterr().out
     assert reason in json.loads((tmp_path / "overlap.json").read_text())["skipped"]
+
+
+def test_kernels_beside_nccl_are_counted_by_kind_from_torchs_trace() -> None:
+    def kernel(name: str, stream: int, start: float, stop: float, *grid: int) -> dict[str, Any]:
+        return {"cat": "kernel", "name": name, "ts": 1e6 + start, "dur": stop - start,
+                "args": {"stream": stream, "grid": grid}}
+
+    spans = overlap_nccl.spans_of([
+        kernel("attention_backward", 7, 30_000, 60_000, 128), kernel("nvjet_tst_128x256", 7, 0, 20_000, 66, 2, 1),
+        kernel("ncclDevKernel_SendRecv", 9, 5_000, 40_000, 4), kernel("ncclDevKernel_SendRecv", 9, 58_000, 63_000, 4),
+        {"cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 1}])
+    found = overlap_nccl.summary(spans)
+    assert [span.kind for span in spans] == ["matrix products", "NCCL", "attention backward", "NCCL"]
+    assert found["beside_nccl_seconds"] == pytest.approx({"matrix products": 0.015, "attention backward": 0.012})
+    assert (found["seconds"], found["nccl_seconds"], found["compute_seconds"]) == pytest.approx((0.063, 0.040, 0.050))
+    assert found["nccl_alone_seconds"] == pytest.approx(0.013)  # 20 to 30 and 60 to 63 ms
+    assert found["overlapped_share"] == pytest.approx(27 / 40) and found["nccl_blocks"] == [4]
+    assert [kernel[:2] for kernel in found["kernels"]] == [(span.stream, span.kind) for span in spans]
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_the_variants_over_four_ranks_have_one_loss(tmp_path: Path) -> None:
+    output = tmp_path / "overlap_nccl.json"
+    subprocess.run([sys.executable, overlap_nccl.__file__, "--device", "cpu", "--tokens", "64", "--rounds", "1",
+                    "--output", str(output)], check=True, timeout=240)
+    content = json.loads(output.read_text())
+    assert [row["variant"] for row in content["rows"]] == list(overlap_nccl.VARIANTS)
+    assert content["largest_loss_difference"] < 1e-5 and content["calibration"][0]["bytes_sent_by_rank_0"] > 0

@@ -1,76 +1,135 @@
-"""Training over NCCL on one GPU: each rank is a host of its own to NCCL, which connects them by sockets on loopback."""
+"""Attention and training over NCCL, 2, 4 and 8 ranks of one GPU, each a host of its own to NCCL, which uses sockets.
 
-import json
-import os
-import socket
-import subprocess
-import sys
+Starting ranks takes longer than most checks do, so each number of ranks starts once: its processes make all checks of
+attention and then train all runs, one after the other, and leave what they found in a folder. The same bodies run over
+gloo on CPUs (slow there), which tells a mistake in a test from one that only NCCL shows.
+"""
+
+import time
+import traceback
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.multiprocess,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU; torch.cuda.is_available() is False"),
-]
-TOKENS = 4096  # of a micro-batch on all data ranks
-BASE = {"run.device": "cuda", "run.dtype": "float32", "run.steps": 4, "run.timeout_seconds": 100, "model.layers": 8,
-        "data.max_document": 2048, "batch.micro_batches": 8, "attention.cost": "h200"}
-RUNS: dict[str, tuple[int, dict[str, Any]]] = {                  # ranks and settings
-    "four stages": (4, {"parallel.pipeline": 4, "parallel.schedule": "interleaved_2"}),
-    "four stages, auto": (4, {"parallel.pipeline": 4}),
-    "four stages, same phase": (4, {"parallel.pipeline": 4, "parallel.schedule": "same_phase"}),
-    "two stages of two": (4, {"parallel.pipeline": 2, "parallel.schedule": "interleaved_4", "model.recompute": "full"}),
-    "two stages of two, 1f1b": (4, {"parallel.pipeline": 2, "parallel.schedule": "1f1b"}),
-    "two stages and tensors": (4, {"parallel.pipeline": 2, "parallel.tensor": 2, "parallel.schedule": "interleaved_2",
-                                   "model.recompute": "selective"}),
-    "two stages and a server": (3, {"parallel.pipeline": 2, "attention.dedicated": 1,
-                                    "parallel.schedule": "interleaved_1"}),
+from distca.runtime.transport import C10dTransport
+from distca.train.settings import Settings
+from distca.train.settings.checks import check_settings
+from tests.support.exchange_checks import ANYWHERE, AT_THE_END, ON_A_GPU, Ranks, ranks_on
+from tests.support.processes import run_processes
+from tests.support.training import logged, small_run, train_each
+
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(),
+                            reason="needs an NVIDIA GPU; torch.cuda.is_available() is False")
+MARKS = {"cuda": [pytest.mark.gpu, pytest.mark.multiprocess, NO_GPU],
+         "cpu": [pytest.mark.slow, pytest.mark.multiprocess]}
+BASE: dict[str, Any] = {"run__dtype": "float32", "run__steps": 3, "model__compile": "off", "optimizer__warmup_steps": 2}
+DEEP: dict[str, Any] = {"model__layers": 8, "batch__micro_batches": 4, "attention__cost": "h200"}
+ALONE: dict[str, dict[str, Any]] = {                             # what one rank trains
+    "flat": {}, "deep": DEEP, "tied": {**DEEP, "model__tied": True},
+    "bf16": {"run__dtype": "bfloat16", "model__heads": 4, "model__head_dim": 64}}
+# By ranks: what they train alike, and settings. Dedicated ranks create fewer groups than others, and torch names groups
+# by their number, so a run with them is the last.
+RUNS: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
+    1: {name: (name, {}) for name in ALONE},
+    2: {"data": ("flat", {}),
+        "data, kept": ("flat", {"attention__state": "keep", "parallel__fsdp": False, "batch__ping_pong": False})},
+    4: {"data": ("bf16", {}),
+        "data, transport auto": ("flat", {"attention__transport": "auto"}),
+        "data, in two hops": ("flat", {"attention__ranks_per_node": 2}),
+        "tensors and data": ("flat", {"parallel__tensor": 2}),
+        "first steps": ("flat", {"run__steps": 2, "checkpoint__folder": "saved"}),
+        "resumed on another mesh": ("flat", {"parallel__tensor": 2, "checkpoint__folder": "saved"}),
+        "four stages": ("tied", {"parallel__pipeline": 4, "parallel__schedule": "interleaved_2"}),
+        "four stages, same phase": ("deep", {"parallel__pipeline": 4, "parallel__schedule": "same_phase"}),
+        "two stages of two": ("deep", {"parallel__pipeline": 2, "parallel__schedule": "interleaved_4",
+                                       "model__recompute": "full"}),
+        "two stages of two, 1f1b": ("deep", {"parallel__pipeline": 2, "parallel__schedule": "1f1b"}),
+        "two stages and two servers": ("deep", {"parallel__pipeline": 2, "attention__dedicated": 2,
+                                                "parallel__schedule": "interleaved_1"})},
+    8: {"data, in two hops": ("flat", {"attention__ranks_per_node": 4}),
+        "stages, data and tensors": ("deep", {"parallel__pipeline": 2, "parallel__tensor": 2,
+                                              "parallel__schedule": "interleaved_2",
+                                              "model__recompute": "selective"}),
+        "four servers": ("flat", {"attention__dedicated": 4})},
 }
+CHECKS = {"cpu": (ANYWHERE, ()), "cuda": ((*ANYWHERE, *ON_A_GPU), AT_THE_END)}  # before and after the runs
+Seen = tuple[Path, str]  # what a number of ranks left, and how they ended
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+def settings_of(folder: Path, device: str, ranks: int, name: str) -> Settings:
+    alike, values = RUNS[ranks][name]
+    if "checkpoint__folder" in values:
+        values = {**values, "checkpoint__folder": str(folder / values["checkpoint__folder"])}
+    return small_run(folder / name, ranks, run__device=device, **{**BASE, **ALONE[alike], **values})
 
 
-def losses(folder: Path, ranks: int, values: dict[str, Any]) -> list[float]:
-    """Train over NCCL, one process per rank; the losses of all steps."""
-    split = (ranks - values.get("attention.dedicated", 0)) // (
-        values.get("parallel.pipeline", 1) * values.get("parallel.tensor", 1))
-    options = {**BASE, "batch.tokens_per_rank": TOKENS // split, "log.folder": folder, **values}
-    arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    shared = {**os.environ, "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NCCL_SOCKET_IFNAME": "lo",
-              "GLOO_SOCKET_IFNAME": "lo"}
-    processes = [subprocess.Popen([sys.executable, "-m", "distca", "train", *arguments], text=True,
-                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                  env={**shared, "RANK": str(rank), "NCCL_HOSTID": f"h{rank}"})
-                 for rank in range(ranks)]
+def everything(transport: C10dTransport, device: str, folder: Path, runs: tuple[Settings, ...]) -> None:
+    """On one of the ranks: checks, of which each leaves what was wrong, runs, and the checks that come last."""
+    before, after = CHECKS[device] if transport.size > 1 else ((), ())
+    for check in before:
+        make(check, transport, device, folder)
+    for settings in runs:
+        began = time.monotonic()
+        train_each(transport, (settings,))
+        print(f"rank {transport.rank} of {transport.size}, {Path(settings.log.folder).name}: "
+              f"{time.monotonic() - began:.1f} s", flush=True)
+    for check in after:
+        make(check, transport, device, folder)
+
+
+def make(check: Callable[[Ranks], None], transport: C10dTransport, device: str, folder: Path) -> None:
+    began, wrong = time.monotonic(), ""
     try:
-        said = [process.communicate(timeout=150)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(said)
-    return [json.loads(line)["loss"] for line in (folder / "steps.jsonl").read_text().splitlines()]
+        check(ranks_on(transport, device))
+    except Exception:
+        wrong = traceback.format_exc()
+    (folder / f"{check.__name__}.{transport.rank}").write_text(wrong)
+    print(f"rank {transport.rank} of {transport.size}, {check.__name__}: {time.monotonic() - began:.1f} s {wrong}",
+          flush=True)
+    dist.barrier()
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, list[float]]:
-    """Losses of one rank, with and without tied embeddings."""
-    return {tied: losses(tmp_path_factory.mktemp("alone") / "run", 1, {"model.tied": str(tied).lower()})
-            for tied in (False, True)}
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Seen]:
+    @cache
+    def once(device: str, ranks: int) -> Seen:
+        folder = tmp_path_factory.mktemp(f"{device}-{ranks}")
+        runs = tuple(settings_of(folder, device, ranks, name) for name in RUNS[ranks])
+        for settings in runs:
+            check_settings(settings)
+        outcomes = run_processes(ranks, everything, device, folder, runs, timeout_seconds=60.0, deadline_seconds=240.0,
+                                 nccl=device == "cuda")
+        return folder, "; ".join(f"rank {rank}: {one.error or f'exit code {one.exit_code}'}"
+                                 for rank, one in enumerate(outcomes))
+
+    return once
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_pipelines_over_nccl_train_like_one_rank(name: str, alone: dict[bool, list[float]], tmp_path: Path) -> None:
-    ranks, values = RUNS[name]
-    tied = name == "four stages"
-    found = losses(tmp_path / "run", ranks, {**values, "model.tied": str(tied).lower()})
-    assert found == pytest.approx(alone[tied], abs=1e-5)
-    assert found[-1] < found[0]
+@pytest.mark.parametrize(("device", "ranks", "name"), [
+    pytest.param(device, ranks, check.__name__, marks=MARKS[device])
+    for device, (before, after) in CHECKS.items() for ranks in RUNS if ranks > 1 for check in (*before, *after)])
+def test_attention_is_exact(device: str, ranks: int, name: str, seen: Callable[[str, int], Seen]) -> None:
+    folder, ended = seen(device, ranks)
+    for rank in range(ranks):
+        said = folder / f"{name}.{rank}"
+        assert said.exists(), f"rank {rank} did not end this check; {ended}"
+        assert not said.read_text(), f"rank {rank}: {said.read_text()}"
+
+
+@pytest.mark.parametrize(("device", "ranks", "name"), [
+    pytest.param(device, ranks, name, marks=MARKS[device])
+    for device in CHECKS for ranks in RUNS if ranks > 1 for name in RUNS[ranks]])
+def test_training_has_the_losses_of_one_rank(
+    device: str, ranks: int, name: str, seen: Callable[[str, int], Seen]
+) -> None:
+    (alone, _), (folder, ended), alike = seen(device, 1), seen(device, ranks), RUNS[ranks][name][0]
+    assert (folder / name / "steps.jsonl").exists(), ended
+    steps, losses = (logged(folder / name, about) for about in ("step", "loss"))
+    expected = [logged(alone / alike, "loss")[step - 1] for step in steps]
+    assert losses == pytest.approx(expected, abs=1e-2 if alike == "bf16" else 1e-5)
+    assert steps == {"first steps": [1, 2], "resumed on another mesh": [3]}.get(name, [1, 2, 3])

@@ -1,4 +1,4 @@
-"""Run a function in real processes that form a gloo group, and say how each of them ended.
+"""Run a function in real processes that form a gloo group, or one of NCCL, and say how each of them ended.
 
 Arguments and results travel pickled, between the processes of one call only.
 """
@@ -6,6 +6,7 @@ Arguments and results travel pickled, between the processes of one call only.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import runpy
 import sys
@@ -35,11 +36,12 @@ class ProcessOutcome:
 
 def run_processes(
     size: int, body: Callable[..., Any], *args: Any, timeout_seconds: float = 20.0, deadline_seconds: float = 60.0,
-    lost: int | None = None,
+    lost: int | None = None, nccl: bool = False,
 ) -> list[ProcessOutcome]:
     """Run `body(transport, *args)` in real processes that form a gloo group; none of them outlives this call.
 
     `body` is a function at the top of a file. `timeout_seconds` is the group's. The `lost` rank is not waited for.
+    With `nccl` the ranks share the first GPU, and NCCL carries its tensors by sockets on the loopback interface.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "distca.runtime.attention", *filter(sys.modules.__contains__, COMMON)])
@@ -47,7 +49,8 @@ def run_processes(
         ends, processes = [], []
         for rank in range(size):
             end, child_end = context.Pipe(duplex=False)
-            about = (rank, size, f"{folder}/store", timeout_seconds, getfile(body), body.__name__, pickle.dumps(args))
+            about = (rank, size, f"{folder}/store", timeout_seconds, nccl, getfile(body), body.__name__,
+                     pickle.dumps(args))
             processes.append(context.Process(target=_one_process, args=(child_end, *about), daemon=True))
             processes[-1].start()
             child_end.close()
@@ -91,8 +94,11 @@ def _outcome(process: Any, sent: bytes) -> ProcessOutcome:
 
 
 def _one_process(
-    end: Connection, rank: int, size: int, store: str, timeout_seconds: float, file: str, name: str, args: bytes
+    end: Connection, rank: int, size: int, store: str, timeout_seconds: float, nccl: bool, file: str, name: str,
+    args: bytes,
 ) -> None:
+    if nccl:                                                     # a host of its own, in NCCL's eyes
+        os.environ.update(NCCL_HOSTID=f"h{rank}", NCCL_SOCKET_IFNAME="lo", GLOO_SOCKET_IFNAME="lo")
     import torch
     import torch.distributed as dist
 
@@ -102,8 +108,10 @@ def _one_process(
     torch.set_num_threads(1)
     body = runpy.run_path(file)[name]
     one_worker_per_group()
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size,
-                            timeout=timedelta(seconds=timeout_seconds))
+    if nccl:
+        torch.cuda.set_device(0)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", init_method=f"file://{store}", rank=rank,
+                            world_size=size, timeout=timedelta(seconds=timeout_seconds))
     dist.barrier()
     begin, value, error = time.monotonic(), None, None
     try:
@@ -113,5 +121,6 @@ def _one_process(
     end.send_bytes(pickle.dumps((value, error, time.monotonic() - begin)))
     if error is None:
         dist.barrier()
-    dist.destroy_process_group()
+    if not nccl:                                                 # which may wait for ranks that ended in an error
+        dist.destroy_process_group()
     end_process()

@@ -30,10 +30,11 @@ def small_run(folder: Path, ranks: int, tokens: int = 1024, **values: Any) -> Se
 def train_each(transport: Any, runs: tuple[Settings, ...]) -> None:
     """On one of the ranks: the runs one after the other."""
     for settings in runs:
+        device = torch.device("cuda", 0) if settings.run.device == "cuda" else torch.device("cpu")
         if dist.get_rank() < num_training(settings, dist.get_world_size()):
-            Trainer(settings, torch.device("cpu")).train()
+            Trainer(settings, device).train()
         else:
-            serve(settings, torch.device("cpu"))
+            serve(settings, device)
 
 
 def outcomes_of(*runs: Settings, body: Callable[..., Any] = train_each) -> list[ProcessOutcome]:

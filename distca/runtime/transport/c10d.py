@@ -129,7 +129,11 @@ class C10dPointToPoint:
 
 
 class _Started:
-    """A started operation; holds the sent tensor until the operation is done."""
+    """A started operation; holds the sent tensor until the operation is done.
+
+    On a GPU, `wait` makes the current stream wait, not the host. A relay waits on a stream of its own, so the sent
+    tensor's memory must not return to the stream that allocated it before the relay's stream has waited.
+    """
 
     def __init__(self, work: Any, lost: Lost, result: torch.Tensor, sent: torch.Tensor | None = None,
                  device: torch.device | None = None) -> None:
@@ -138,6 +142,8 @@ class _Started:
     def wait(self) -> torch.Tensor:
         with _raising(self.lost):
             self.work.wait()
+        if self.sent is not None and self.sent.is_cuda:
+            self.sent.record_stream(torch.cuda.current_stream(self.sent.device))
         self.sent = None
         return self.result if self.device is None else self.result.to(self.device)
 
