@@ -183,8 +183,10 @@ def _no_worse_than_given(inputs: _Inputs, placement: str) -> StepPlan:
         sent = _sent(step.forward_plans())
     if (in_seconds or has_nodes) and (sent.sum(axis=0) <= theirs.sum(axis=0)).all():
         return step
-    given = given or _planned(inputs, ["given"] * count)
-    if (sent.sum(axis=0) <= _sent(given.forward_plans()).sum(axis=0)).all():
+    if given is None:
+        given = _planned(inputs, ["given"] * count)
+        theirs = _sent(given.forward_plans())
+    if (sent.sum(axis=0) <= theirs.sum(axis=0)).all():
         return step
     return step if in_seconds and _slowest_seconds(given) > _slowest_seconds(step) else given
 
