@@ -84,8 +84,9 @@ def shape_of_config(
 ) -> ModelShape:
     """Return the shape of a config's decoder; for a multimodal model, of its text decoder.
 
-    With `any_type`, a model_type that is not in ARCHITECTURES is accepted and a missing feed-forward size is guessed:
-    such callers need only the attention. Sliding windows are not read from the config; pass them as `windows`.
+    With `any_type`, a model_type that is not in ARCHITECTURES is accepted, experts are not read and a missing
+    feed-forward size is guessed: such callers need only the attention. Sliding windows are not read from the config;
+    pass them as `windows`.
     """
     inner = config.get("text_config")
     config = inner if isinstance(inner, Mapping) else config
@@ -94,7 +95,7 @@ def shape_of_config(
         raise UserError(f"model {name!r}: model_type is {kind!r}; supported are: {', '.join(ARCHITECTURES)}")
     heads = _number(config, name, "num_attention_heads")
     hidden = _number(config, name, "hidden_size")
-    value_dim, latent = 0, None
+    latent = None
     if config.get("kv_lora_rank"):
         rope_dim = _number(config, name, "qk_rope_head_dim")
         latent = Latent(_number(config, name, "kv_lora_rank"), rope_dim, int(config.get("q_lora_rank") or 0))
@@ -102,8 +103,9 @@ def shape_of_config(
                                _number(config, name, "v_head_dim"))
     else:
         head_dim = _number(config, name, "head_dim", default=hidden // heads)
+        value_dim = _number(config, name, "v_head_dim", default=head_dim)
     kv_heads = heads if latent else _number(config, name, "num_key_value_heads", default=heads)
-    experts = _experts(config, name)
+    experts = None if any_type else _experts(config, name)
     guess = experts.ffn if experts else 4 * hidden if any_type else None
     ffn = _number(config, name, "intermediate_size", default=guess)
     return ModelShape(name, _number(config, name, "num_hidden_layers"), hidden, heads, kv_heads, head_dim, ffn,
