@@ -173,7 +173,7 @@ def _edges(packed: PackedSeqParams) -> PackedEdges:
 
 
 def _check_equal_tokens(batch: PackedBatch) -> None:
-    """Refuse unequal tokens per rank where experts' ranks all-gather them, which then fails or hangs in a collective."""
+    """Refuse unequal tokens per rank where experts' ranks all-gather them: the collective would fail or hang."""
     tokens = [sum(row.length) for row in batch.rows]
     if tokens and min(tokens) < max(tokens):
         raise UserError(f"moe_token_dispatcher_type is 'allgather', for which all ranks need as many tokens, but they "

@@ -82,7 +82,7 @@ def plain_losses(one: Any, documents: list[list[int]], edges: list[int]) -> tupl
     losses = []
     for begin, end in pairwise(edges):
         losses.append(cross_entropy(logits[begin:end], labels[begin:end], reduction="sum") / (labels >= 0).sum())
-        if routed:                                               # of the rank's own tokens, as without documents over ranks
+        if routed:                                               # of the rank's own tokens alone
             layers = zip(*(output.router_logits for output in outputs), strict=True)
             losses[-1] += one.config.router_aux_loss_coef * load_balancing_loss_func(
                 tuple(torch.cat(layer)[begin:end] for layer in layers), 4, 2)

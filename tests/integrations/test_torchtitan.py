@@ -104,8 +104,9 @@ def sharded(name: str, size: int, checkpointing: Any = None, experts: int = 1) -
     backend = "partial_dtensor"
     spec, parallelism = spec_of(name), ParallelismConfig(spmd_backend=backend, expert_parallel_degree=experts)
     set_spmd_backend(backend)
+    model = balanced_model(spec.model, parallelism, tolerance=0.02)
     model = spec.parallelize_fn(
-        balanced_model(spec.model, parallelism, tolerance=0.02), parallel_dims=ParallelDims.from_config(parallelism, size),
+        model, parallel_dims=ParallelDims.from_config(parallelism, size),
         training=TrainingConfig(mixed_precision_param="float32"), parallelism=parallelism,
         compile_config=CompileConfig(), ac_config=checkpointing, dump_folder="")
     for module in model.modules():
