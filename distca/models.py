@@ -57,6 +57,8 @@ MODELS = {model.name: model for model in (*(ModelShape(*entry) for entry in _MOD
 TRAINABLE = tuple(name for name, model in MODELS.items()
                   if name.startswith(("llama", "mistral", "qwen", "tiny")) and model.experts is None)
 
+IN_YOUR_TRAINER = "train it in Transformers, torchtitan or Megatron-Core with enable of distca.integrations"
+
 
 def model_named(name: str) -> ModelShape:
     """Return the shape of a model: by its name in the catalogue, or by the path of a config.json or its folder."""
