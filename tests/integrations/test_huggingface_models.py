@@ -84,8 +84,8 @@ def plain_losses(one: Any, documents: list[list[int]], edges: list[int]) -> tupl
         losses.append(cross_entropy(logits[begin:end], labels[begin:end], reduction="sum") / (labels >= 0).sum())
         if routed:                                               # of the rank's own tokens alone
             layers = zip(*(output.router_logits for output in outputs), strict=True)
-            losses[-1] += one.config.router_aux_loss_coef * load_balancing_loss_func(
-                tuple(torch.cat(layer)[begin:end] for layer in layers), 4, 2)
+            own: Any = tuple(torch.cat(layer)[begin:end] for layer in layers)
+            losses[-1] += one.config.router_aux_loss_coef * load_balancing_loss_func(own, 4, 2)
     return losses, logits
 
 

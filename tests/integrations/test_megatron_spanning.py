@@ -32,7 +32,7 @@ def cpu_experts() -> None:
 
     stream = MagicMock()
     torch.cuda.Stream = torch.cuda.current_stream = lambda *_: stream  # type: ignore[assignment, misc]
-    torch.cuda.stream = lambda _: nullcontext()  # type: ignore[assignment, misc]
+    torch.cuda.stream = lambda _: nullcontext()  # type: ignore[assignment, return-value]
     moe_utils.te_general_gemm = None
     token_dispatcher.maybe_move_tensor_to_cpu = lambda x, as_numpy=False, **_: x.numpy() if as_numpy else x
 
@@ -49,7 +49,9 @@ def spanning_step(rank: int, ranks: int, lengths: list[int], settings: dict[str,
     from distca.integrations.packed import latest_plan
 
     documents = [document for row in trainers.rows_of_tokens([lengths], VOCAB) for document in row]
-    routed = {"num_moe_experts": experts, "moe_router_topk": 2, "add_bias_linear": False} if experts else {}
+    routed: dict[str, Any] = {}
+    if experts:
+        routed |= {"num_moe_experts": experts, "moe_router_topk": 2, "add_bias_linear": False}
     spec = get_gpt_layer_local_spec(num_experts=experts or None)
     theirs = plain.gpt(spec, **routed)
     alone, expected = plain.expected_of(theirs, [documents])

@@ -220,7 +220,7 @@ def routed(transport: C10dTransport, name: str) -> list[bool]:
     import torch
 
     torch._utils._get_available_device_type = lambda: "cpu"
-    torch.Tensor.bfloat16 = lambda x: x  # type: ignore[assignment, method-assign]
+    torch.Tensor.bfloat16 = lambda x: x  # type: ignore[assignment, method-assign, return-value]
     _, moved = check_equal(transport, ROWS[transport.size], name, model := sharded(name, transport.size, None, 2))
     return [moved, *("ep" in x.device_mesh.mesh_dim_names for key, x in model.named_parameters() if "inner_exp" in key)]
 

@@ -140,10 +140,11 @@ def test_experts_over_ranks_compute_the_mean_of_their_tokens() -> None:
     tokens = step.micro_batches[0].layouts[0].tokens_per_rank().astype(float)
     traces = execute(step, FREE, record=True).traces
     found = [trace.seconds("linear") for trace in traces]
-    parts = [FREE.segment_seconds(tokens, way) for way in (False, True)]
-    head = sum(FREE.head_seconds(tokens, way) for way in (False, True))
-    routed = sum(behind for _, behind in parts) * FREE.routed_share
-    expected = sum(before + behind for before, behind in parts) + head - routed + routed.mean()
+    before, behind = (np.sum(part, axis=0) for part in zip(*(
+        FREE.segment_seconds(tokens, way) for way in (False, True)), strict=True))
+    routed = behind * FREE.routed_share
+    head = np.sum([FREE.head_seconds(tokens, way) for way in (False, True)], axis=0)
+    expected = before + behind + head - routed + routed.mean()
     assert found == pytest.approx(expected)
     share = 3 * 4096 * 14336 * 2 / (4096 * 4096 + 4096 * 8 + 3 * 4096 * 14336 * 2)  # output projection and router
     assert FREE.routed_share == pytest.approx(share)
