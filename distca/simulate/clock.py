@@ -272,11 +272,6 @@ class Clock:
             self._spans.append((name, lane, start, stop, num_bytes))
 
 
-def group_mean(values: np.ndarray, group: int) -> np.ndarray:
-    """Mean over each group of `group` neighbours along the last axis, repeated for every member."""
-    return np.repeat(values.reshape(*values.shape[:-1], -1, group).mean(axis=-1), group, axis=-1)
-
-
 def group_max(values: np.ndarray, group: int) -> np.ndarray:
     """Maximum over each group of `group` neighbours, repeated for every member."""
     return np.repeat(values.reshape(-1, group).max(axis=1), group)

@@ -237,3 +237,49 @@ def _attention_time(cost: Cost, model: ModelShape, tp: int, scale: float) -> Att
 def _overlapped(compute: np.ndarray, travel: np.ndarray, chunks: int) -> np.ndarray:
     """Seconds of two streams that overlap chunk by chunk: the longer one, and one chunk of the shorter."""
     return np.asarray(np.maximum(compute, travel) + np.minimum(compute, travel) / chunks)
+
+
+def linear_tables(costs: Costs, tokens: np.ndarray, splits: bool) -> tuple[np.ndarray, np.ndarray]:
+    """[pieces, kinds, micro-batches, nano-batches, first/middle/last, data ranks] seconds of segments; and the head's.
+
+    Kinds are forward, backward, and weight units in forward and in backward ticks. With expert parallelism a segment
+    has five pieces: what precedes the experts, the bytes sent to them, their seconds, the bytes returned, and the rest.
+    """
+    tables, heads = [], []
+    for backward, weighs in ((False, False), (True, False), (False, True), (True, True)):
+        before, behind = costs.segment_seconds(tokens, backward or weighs, weighs if splits else None)
+        enter, leave = (behind, before) if backward else (before, behind)
+        pieces = [np.stack([enter, before + behind, leave], axis=2)]
+        if costs.ep > 1:
+            pieces = _around_experts(costs, tokens, before, behind, backward, weighs)
+        tables.append(pieces)
+        heads.append(costs.head_seconds(tokens, backward))
+    return np.stack([np.stack(kinds) for kinds in zip(*tables, strict=True)]), np.stack(heads)
+
+
+def _around_experts(
+    costs: Costs, tokens: np.ndarray, before: np.ndarray, behind: np.ndarray, backward: bool, weighs: bool
+) -> list[np.ndarray]:
+    """The five pieces of segments with routed experts, each [micro-batches, nano-batches, segments, data ranks].
+
+    Experts of a group get the mean of its tokens. Weight units have what they need: they compute and send nothing.
+    """
+    nothing, group = np.zeros_like(tokens), costs.expert_ranks
+    sent = costs.expert_bytes(np.maximum(tokens, _group_mean(tokens, group)))
+    routed = _group_mean(behind, group) * costs.routed_share
+    rest = behind * (1 - costs.routed_share)
+    if weighs:
+        sent, routed, rest = nothing, nothing, rest + routed
+    again = 2 if backward and costs.recompute in ("full", "offload") else 1  # recomputed experts get their tokens again
+    there, back = sent * again, sent
+    columns = ((nothing, nothing, nothing, nothing, before), (rest, there, routed, back, before),
+               (rest, there, routed, back, nothing))             # first, middle and last segment, forward
+    if backward:
+        columns = ((nothing, there, routed, back, rest), (before, there, routed, back, rest),
+                   (before, nothing, nothing, nothing, nothing))
+    return [np.stack(piece, axis=2) for piece in zip(*columns, strict=True)]
+
+
+def _group_mean(values: np.ndarray, group: int) -> np.ndarray:
+    """Mean over each group of `group` neighbours along the last axis, repeated for every member."""
+    return np.repeat(values.reshape(*values.shape[:-1], -1, group).mean(axis=-1), group, axis=-1)

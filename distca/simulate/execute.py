@@ -22,8 +22,8 @@ from distca.cost.mixed_pool import Cost
 from distca.planning.schedule import IDLE
 from distca.planning.step import NO_CALL, StepPlan
 from distca.simulate.calls import Calls, PlanCosts, PlanSet
-from distca.simulate.clock import NIC, NVLINK, AllToAll, Clock, group_mean
-from distca.simulate.costs import Costs
+from distca.simulate.clock import NIC, NVLINK, AllToAll, Clock
+from distca.simulate.costs import Costs, linear_tables
 from distca.simulate.memory import Memory, memory
 from distca.spec import BF16_BYTES, FLOAT32_BYTES, ClusterShape, ModelShape
 from distca.trace import StepTrace
@@ -129,7 +129,7 @@ class _Execution:
         self.tokens = np.array(                                  # [micro-batches, nano-batches, data ranks]
             [[layout.tokens_per_rank() for layout in micro_batch.layouts] for micro_batch in step.micro_batches],
             dtype=np.float64)
-        self.seconds, self.head = _linear_tables(costs, self.tokens, step.ticks.splits)
+        self.seconds, self.head = linear_tables(costs, self.tokens, step.ticks.splits)
         of_layer = costs.stage_parameters(self.of_stages, step.ticks.spreads_head) / self.of_stages
         self.weight_seconds = [np.array([costs.layer_gather_seconds(part, size, self.num_data) for part in of_layer])
                                for size in (BF16_BYTES, FLOAT32_BYTES)]  # of a layer, [stages]
@@ -348,44 +348,3 @@ def _segments(units: _Units, layer: np.ndarray) -> np.ndarray:
     inside = np.where(layer < units.layers, np.where(layer == 0, _FIRST, _MIDDLE), _LAST)
     runs = (units.active | units.weighs) & (layer >= 0) & (layer <= units.layers)
     return np.where(runs, inside, _NONE).astype(np.int8)
-
-
-def _linear_tables(costs: Costs, tokens: np.ndarray, splits: bool) -> tuple[np.ndarray, np.ndarray]:
-    """[pieces, kinds, micro-batches, nano-batches, first/middle/last, data ranks] seconds of segments; and the head's.
-
-    Kinds are forward, backward, and weight units in forward and in backward ticks. With expert parallelism a segment
-    has five pieces: what precedes the experts, the bytes sent to them, their seconds, the bytes returned, and the rest.
-    """
-    tables, heads = [], []
-    for backward, weighs in ((False, False), (True, False), (False, True), (True, True)):
-        before, behind = costs.segment_seconds(tokens, backward or weighs, weighs if splits else None)
-        enter, leave = (behind, before) if backward else (before, behind)
-        pieces = [np.stack([enter, before + behind, leave], axis=2)]
-        if costs.ep > 1:
-            pieces = _around_experts(costs, tokens, before, behind, backward, weighs)
-        tables.append(pieces)
-        heads.append(costs.head_seconds(tokens, backward))
-    return np.stack([np.stack(kinds) for kinds in zip(*tables, strict=True)]), np.stack(heads)
-
-
-def _around_experts(
-    costs: Costs, tokens: np.ndarray, before: np.ndarray, behind: np.ndarray, backward: bool, weighs: bool
-) -> list[np.ndarray]:
-    """The five pieces of segments with routed experts, each [micro-batches, nano-batches, segments, data ranks].
-
-    Experts of a group get the mean of its tokens. Weight units have what they need: they compute and send nothing.
-    """
-    nothing, group = np.zeros_like(tokens), costs.expert_ranks
-    sent = costs.expert_bytes(np.maximum(tokens, group_mean(tokens, group)))
-    routed = group_mean(behind, group) * costs.routed_share
-    rest = behind * (1 - costs.routed_share)
-    if weighs:
-        sent, routed, rest = nothing, nothing, rest + routed
-    again = 2 if backward and costs.recompute in ("full", "offload") else 1  # recomputed experts get their tokens again
-    there, back = sent * again, sent
-    columns = ((nothing, nothing, nothing, nothing, before), (rest, there, routed, back, before),
-               (rest, there, routed, back, nothing))             # first, middle and last segment, forward
-    if backward:
-        columns = ((nothing, there, routed, back, rest), (before, there, routed, back, rest),
-                   (before, nothing, nothing, nothing, nothing))
-    return [np.stack(piece, axis=2) for piece in zip(*columns, strict=True)]
