@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from distca.spec import Experts, Latent, ModelShape, unknown_name
-from distca.validation import UserError, check_whole, read_json
+from distca.validation import UserError, check_whole, read_json, short
 
 CONFIG = "config.json"
 ARCHITECTURES = (  # model_type: decoders with gated feed-forwards
@@ -119,6 +119,10 @@ def _experts(config: Mapping[str, Any], name: str) -> Experts | None:
     num = next((field for field in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(field)), None)
     if num is None:
         return None
+    for field, everywhere in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
+        if config.get(field) not in (None, everywhere):
+            raise UserError(f"model {name!r}: {field} is {short(config[field])}, so some layers have no experts; "
+                            f"set it to {everywhere}, or use first_k_dense_replace")
     each = next((field for field in ("moe_intermediate_size", "intermediate_size") if config.get(field)),
                 "moe_intermediate_size")
     ffn = _number(config, name, each)
