@@ -97,13 +97,14 @@ def compare(
     seed: int = 0,
     recompute: str = "auto",
     memory: float = 0.0,
+    ep: int = 1,
 ) -> Comparison:
     """Predict a training step under several strategies on the same documents, as `distca simulate` does.
 
     `lengths` is the name of a sampler, or document lengths to draw from. `cost` defaults to the table measured on an
     H200. With `tolerance` "auto", the strategy `distca` chooses a tolerance on the first batches and keeps it.
     `recompute` is what backward recomputes: none, selective, full or offload, or auto for as little as fits. `memory`
-    limits what our orders keep, in live micro-batches or in bytes.
+    limits what our orders keep, in live micro-batches or in bytes. Experts are divided over `ep` GPUs of a stage.
     """
     from distca.simulate.setting import setting
     from distca.simulate.sweep import Question
@@ -112,7 +113,7 @@ def compare(
 
     machines = cluster_named(cluster) if isinstance(cluster, str) else cluster
     where = setting(_shape(model), machines, gpus=gpus, context=context, tp=tp, pp=pp, recompute=recompute,
-                    memory=memory)
+                    memory=memory, ep=ep)
     source = Source(lengths) if isinstance(lengths, str) else Source("lengths", np.asarray(lengths))
     table = shipped_table("h200") if cost is None else cost
     return run(Question((where,), tuple(strategies), source, table, tolerance, batches, seed))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from distca.spec import Experts, Latent, ModelShape, unknown_name
-from distca.validation import UserError, check_whole, read_json
+from distca.validation import UserError, check_whole, read_json, short
 
 CONFIG = "config.json"
 ARCHITECTURES = (  # model_type: decoders with gated feed-forwards
@@ -57,6 +57,8 @@ MODELS = {model.name: model for model in (*(ModelShape(*entry) for entry in _MOD
 TRAINABLE = tuple(name for name, model in MODELS.items()
                   if name.startswith(("llama", "mistral", "qwen", "tiny")) and model.experts is None)
 
+IN_YOUR_TRAINER = "train it in Transformers, torchtitan or Megatron-Core with enable of distca.integrations"
+
 
 def model_named(name: str) -> ModelShape:
     """Return the shape of a model: by its name in the catalogue, or by the path of a config.json or its folder."""
@@ -84,8 +86,9 @@ def shape_of_config(
 ) -> ModelShape:
     """Return the shape of a config's decoder; for a multimodal model, of its text decoder.
 
-    With `any_type`, a model_type that is not in ARCHITECTURES is accepted and a missing feed-forward size is guessed:
-    such callers need only the attention. Sliding windows are not read from the config; pass them as `windows`.
+    With `any_type`, a model_type that is not in ARCHITECTURES is accepted, experts are not read and a missing
+    feed-forward size is guessed: such callers need only the attention. Sliding windows are not read from the config;
+    pass them as `windows`.
     """
     inner = config.get("text_config")
     config = inner if isinstance(inner, Mapping) else config
@@ -94,7 +97,7 @@ def shape_of_config(
         raise UserError(f"model {name!r}: model_type is {kind!r}; supported are: {', '.join(ARCHITECTURES)}")
     heads = _number(config, name, "num_attention_heads")
     hidden = _number(config, name, "hidden_size")
-    value_dim, latent = 0, None
+    latent = None
     if config.get("kv_lora_rank"):
         rope_dim = _number(config, name, "qk_rope_head_dim")
         latent = Latent(_number(config, name, "kv_lora_rank"), rope_dim, int(config.get("q_lora_rank") or 0))
@@ -102,8 +105,9 @@ def shape_of_config(
                                _number(config, name, "v_head_dim"))
     else:
         head_dim = _number(config, name, "head_dim", default=hidden // heads)
+        value_dim = _number(config, name, "v_head_dim", default=head_dim)
     kv_heads = heads if latent else _number(config, name, "num_key_value_heads", default=heads)
-    experts = _experts(config, name)
+    experts = None if any_type else _experts(config, name)
     guess = experts.ffn if experts else 4 * hidden if any_type else None
     ffn = _number(config, name, "intermediate_size", default=guess)
     return ModelShape(name, _number(config, name, "num_hidden_layers"), hidden, heads, kv_heads, head_dim, ffn,
@@ -115,6 +119,10 @@ def _experts(config: Mapping[str, Any], name: str) -> Experts | None:
     num = next((field for field in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(field)), None)
     if num is None:
         return None
+    for field, everywhere in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
+        if config.get(field) not in (None, everywhere):
+            raise UserError(f"model {name!r}: {field} is {short(config[field])}, so some layers have no experts; "
+                            f"set it to {everywhere}, or use first_k_dense_replace")
     each = next((field for field in ("moe_intermediate_size", "intermediate_size") if config.get(field)),
                 "moe_intermediate_size")
     ffn = _number(config, name, each)

@@ -100,6 +100,11 @@ class ModelShape:
                     yield f"{name}.{one.name}", value
 
     @property
+    def expert_share(self) -> float:
+        """Return the share of the layers that have experts."""
+        return 0.0 if self.experts is None else 1 - self.experts.dense_layers / self.num_layers
+
+    @property
     def layer_windows(self) -> tuple[int | None, ...]:
         """The window of every layer, None for full attention."""
         return self.windows or (None,) * self.num_layers

@@ -98,6 +98,11 @@ def test_a_folder_and_its_file_name_a_model(tmp_path: Path) -> None:
         assert (model.name, model.num_layers, model.num_kv_heads, model.head_dim) == ("mine", 3, 2, 16)
 
 
+def test_values_may_have_a_head_size_of_their_own_without_latents() -> None:
+    shape = shape_of_config({**SMALL, "model_type": "mimo_v2_flash", "v_head_dim": 12}, "x", any_type=True)
+    assert (shape.head_dim, shape.value_dim) == (16, 12)
+
+
 def test_the_text_of_a_model_for_images_counts() -> None:
     shape = shape_of_config({"model_type": "gemma3", "text_config": {**SMALL, "model_type": "gemma3_text"}}, "x")
     assert shape.hidden == 96
@@ -109,6 +114,7 @@ def test_the_text_of_a_model_for_images_counts() -> None:
     ({**SMALL, "model_type": "llama", "hidden_size": 1.5}, ("hidden_size is 1.5",)),
     ({**SMALL, "model_type": "llama", "num_key_value_heads": 4}, ("not a multiple of num_kv_heads 4",)),
     ({**SMALL, "model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3}, ("per_token is 3",)),
+    ({**SMALL, "model_type": "qwen3_moe", "num_experts": 4, "decoder_sparse_step": 2}, ("decoder_sparse_step is 2",)),
     ([1], ("holds a list",)), ("{", ("broken JSON",)), ("[" * 100_000, ("too deep",)),
 ])
 def test_what_is_no_config_is_named(tmp_path: Path, content: dict[str, Any] | list[int] | str,

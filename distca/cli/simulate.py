@@ -55,6 +55,7 @@ def simulate_command(
     tp: Annotated[int, number("Tensor-parallel size; a pool rank is this many GPUs.")] = 8,
     pp: Annotated[str, typer.Option(
         help="Pipeline stages; with several, as in 2,4, each strategy keeps its best.")] = "1",
+    ep: Annotated[int, number("GPUs of a stage over which a layer's experts are divided.")] = 1,
     data: Annotated[str, typer.Option(metavar="SOURCE", help=SOURCE_HELP)] = "prolong",
     column: Column = None,
     format_: Format = None,
@@ -94,7 +95,7 @@ def simulate_command(
             model_named(model), find_cluster(cluster), gpus=gpus, tp=tp, pp=counts("pp", pp), sequences=sequences,
             context=default_context(source) if context is None else context,
             micro_batches=None if micro_batches is None else counts("micro_batches", micro_batches),
-            recompute=recompute, memory=parse_memory(memory))
+            recompute=recompute, memory=parse_memory(memory), ep=ep)
         names = NAMES if strategies == "all" else tuple(name.strip() for name in strategies.split(","))
         question = Question(grid, names, source, find_cost(cost), tolerance, batches, seed)
         if note := question.costs(grid[0]).attention.note:

@@ -87,21 +87,39 @@ def qkv_parameters(model: ModelShape, tp: int = 1) -> int:
     return queries + model.hidden * (latent.kv_rank + latent.rope_dim) + latent.kv_rank * expanded
 
 
-def layer_parameters(model: ModelShape, tp: int = 1, *, active: bool = False) -> float:
+def layer_parameters(model: ModelShape, tp: int = 1, *, active: bool = False, ep: int = 1) -> float:
     """Count the weights of one layer, averaged over all layers; `active` counts only the experts of one token."""
-    width = feed_forward_width(model, tp, active=active)
+    width = feed_forward_width(model, tp, active=active, ep=ep)
     router = 0.0 if model.experts is None else (
         model.hidden * model.experts.num * (model.num_layers - model.experts.dense_layers) / model.num_layers)
     attention = qkv_parameters(model, tp) + model.hidden * model.heads_per_rank(tp) * model.value_dim
     return attention + 3 * model.hidden * width + router
 
 
-def feed_forward_width(model: ModelShape, tp: int = 1, *, active: bool = True) -> float:
+def model_parameters(model: ModelShape, *, active: bool = False) -> float:
+    """Count the weights of a model whose embedding and head are two matrices."""
+    return model.num_layers * layer_parameters(model, active=active) + 2 * model.hidden * model.vocab
+
+
+def routed_width(model: ModelShape, tp: int = 1, *, active: bool = True, ep: int = 1) -> int:
+    """Return the inner width of all routed experts on one rank, in a layer that has them; `active`: of one token's.
+
+    Experts are sharded over tp. With expert parallelism, over ep > 1 GPUs, a GPU has num / ep experts, and these whole.
+    """
+    experts = model.experts
+    if experts is None:
+        return 0
+    if active or ep == 1:
+        return -(-experts.ffn // tp) * (experts.per_token if active else experts.num)
+    return experts.ffn * experts.num // ep
+
+
+def feed_forward_width(model: ModelShape, tp: int = 1, *, active: bool = True, ep: int = 1) -> float:
     """Return the inner width of a feed-forward on one rank, averaged over all layers."""
     plain, experts = -(-model.ffn // tp), model.experts
     if experts is None:
         return plain
-    several = -(-experts.ffn // tp) * (experts.per_token if active else experts.num) - (-experts.shared_ffn // tp)
+    several = routed_width(model, tp, active=active, ep=ep) - (-experts.shared_ffn // tp)
     return (experts.dense_layers * plain + (model.num_layers - experts.dense_layers) * several) / model.num_layers
 
 
@@ -123,16 +141,18 @@ def activation_bytes(tokens: Number, model: ModelShape, tp: int = 1, recompute: 
     """Count the bytes that one layer keeps for its backward, in bf16.
 
     `none`: the inputs and outputs of both norms (sharded over tp, as sequence parallelism does), Q, K, V and the
-    attention output, gate, up and their product in the feed-forward, and the float32 log-sum-exp. `selective`: all
-    matrix products and the layer's input, so only the product of gate and up is recomputed. `full`: the layer's input
-    and attention's inputs and outputs. `offload`: its input, attention's output and log-sum-exp, in host memory. Not
-    counted: score matrices (never stored), the logits, and what an attention server stores for others.
+    attention output, a copy of the token for each of its routed experts, gate, up and their product in the
+    feed-forward, and the float32 log-sum-exp. `selective`: the same, but the product of gate and up is recomputed.
+    `full`: the layer's input and attention's inputs and outputs. `offload`: its input, attention's output and
+    log-sum-exp, in host memory. Not counted: score matrices (never stored), the logits, and what an attention server
+    stores for others.
     """
     hidden, width = -(-model.hidden // tp) * BF16_BYTES, feed_forward_width(model, tp) * BF16_BYTES
     out = model.out_token_bytes(tp) + model.lse_token_bytes(tp)
     attention = model.q_token_bytes(tp) + model.kv_token_bytes(tp) + out
-    return tokens * {"none": 4 * hidden + attention + round(3 * width),
-                     "selective": 4 * hidden + attention + round(2 * width),  # input, a norm's output, two products
+    copies = 0 if model.experts is None else round(model.experts.per_token * model.expert_share * hidden)
+    return tokens * {"none": 4 * hidden + copies + attention + round(3 * width),
+                     "selective": 4 * hidden + copies + attention + round(2 * width),  # without the SwiGLU's product
                      "full": hidden + attention, "offload": hidden + out}[recompute]
 
 

@@ -50,6 +50,7 @@ NAME = "distca"
 EVALUATION = ("home", "pool")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _STATEFUL = {"linear_attention", "mamba", "conv"}                # layer types with a state along the document
+_KEYS_CHOSEN = ("attention_chunk_size", "index_topk")            # chunked attention, keys chosen by an indexer
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 _LOG = logging.getLogger("distca")
 
@@ -101,10 +102,9 @@ def _check_config(config: PreTrainedConfig) -> None:
         raise _refused(config, "its attention is not causal")
     kinds = set(getattr(config, "layer_types", None) or [])
     others = kinds - _LAYER_TYPES - (_STATEFUL if kinds & _LAYER_TYPES else set())
-    if others or getattr(config, "attention_chunk_size", None) is not None:
-        raise _refused(config, f"it has layers of other kinds: {', '.join(sorted(others)) or 'chunked_attention'}")
-    if getattr(config, "v_head_dim", None) is not None:
-        raise _refused(config, f"its values have a head size of their own (v_head_dim {config.v_head_dim})")
+    others |= {name for name in _KEYS_CHOSEN if getattr(config, name, None) is not None}
+    if others:
+        raise _refused(config, f"it has layers of other kinds: {', '.join(sorted(others))}")
     for name in _DROPOUTS:
         if getattr(config, name, 0.0):
             raise _refused(config, f"{name} is {getattr(config, name)}; set it to 0")
@@ -129,18 +129,24 @@ def _mask_makers(model: PreTrainedModel) -> list[PreTrainedModel]:
 
 @torch.compiler.disable(reason="looks at values")
 def _enter(module: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """Record the running model before its masks are built, and refuse masks that number documents.
+    """Record the running model before its masks are built, and refuse masks of which transformers makes something else.
 
-    Transformers converts any mask to ones and zeros, which would merge the documents of 1, 1, 2, 2 into one.
+    It converts any mask to ones and zeros, which would merge the documents of 1, 1, 2, 2 into one.
     """
     served = attached(module)
     served.forward, served.generates, served.refused = None, named.get("past_key_values") is not None, None
     masks = *inputs[1:2], named.get("attention_mask")
     for mask in masks:
-        if isinstance(mask, torch.Tensor) and mask.ndim == 2 and not mask.dtype.is_floating_point and (mask > 1).any():
+        if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or mask.dtype.is_floating_point:
+            continue
+        if (mask > 1).any():
             served.refused = UserError(
                 f"attention_mask has numbers up to {int(mask.max())}, as if it numbered documents; give 1 for tokens "
                 "and 0 for padding, and documents by position_ids that restart or by cu_seq_lens_q")
+        elif named.get("output_router_logits") and not mask.any():
+            served.refused = UserError(
+                "output_router_logits is True and this rank has padding alone, over which transformers' load "
+                "balancing loss is 0 / 0; set it to False, or give every rank tokens")
     has_masks = any(isinstance(mask, dict | PackedMask) or getattr(mask, "ndim", 2) > 2 for mask in masks)
     _RUNNING.set(None if has_masks and not module.training else served)  # masks of a static cache already exist
 
@@ -169,7 +175,7 @@ class _Forward:
             if not (self.in_pool or (module.training and self.records_gradients)):
                 self.batch = self.attention.at_home(slices)
                 return self.batch
-            shapes = Shapes(query.shape[1], qkv[1].shape[1], query.shape[3], query.dtype, query.device)
+            shapes = Shapes.of(*(x.transpose(1, 2)[0] for x in qkv))
             self.batch = self.attention.begin(slices, query.device, shapes)
             if self.served.whole_only is not None and self.batch.spans:
                 raise _refused(module.config, self.served.whole_only)
@@ -284,10 +290,10 @@ def _attend(
     q, k, v = (_flat(x, forward.kept) for x in qkv)              # [tokens, heads, dim]
     out = forward.attention.attend(q, k, v, batch, scale=scaling, window=mask.window, softcap=about.get("softcap"),
                                    sinks=about.get("s_aux"))
-    rows, heads, row_len, dim = qkv[0].shape
+    rows, _, row_len, _ = qkv[0].shape
     if forward.kept is not None:
-        out = out.new_zeros(rows * row_len, heads, dim).index_copy(0, forward.kept, out)
-    return out.view(rows, row_len, heads, dim)
+        out = out.new_zeros(rows * row_len, *out.shape[1:]).index_copy(0, forward.kept, out)
+    return out.view(rows, row_len, *out.shape[1:])
 
 
 def _flat(x: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
@@ -332,7 +338,7 @@ def _ordinary(
     if about.get("softcap") is None and about.get("s_aux") is None:
         return sdpa_attention_forward(module, *qkv, attention_mask, dropout, scaling, **about)
     if attention_mask is not None and attention_mask.dtype is torch.bool:
-        attention_mask = attention_mask.logical_not() * torch.finfo(qkv[0].dtype).min
+        attention_mask = attention_mask.logical_not().to(qkv[0].dtype) * torch.finfo(qkv[0].dtype).min
     out, _ = _eager_attention(type(module))(module, *qkv, attention_mask, scaling=scaling, dropout=dropout, **about)
     return out, None
 

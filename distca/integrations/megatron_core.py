@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from distca.integrations import check_version, not_installed
 from distca.integrations.document_lengths import PackedEdges
-from distca.integrations.packed import PackedAttention, attach, shared_attention
+from distca.integrations.packed import PackedAttention, PackedBatch, attach, shared_attention
 from distca.runtime.transport import Transport
 from distca.validation import UserError
 
@@ -98,6 +98,8 @@ class BalancedCoreAttention(MegatronModule):
             attach(self, self.pool)
         batch = self.pool.begin_edges(_edges(packed), (query, key, value), training=self.training,
                                       layer=self.layer_number)
+        if self.config.expert_model_parallel_size > 1 and self.config.moe_token_dispatcher_type == "allgather":
+            _check_equal_tokens(batch)
         return self.pool.attend(query, key, value, batch, scale=self.scale, window=self.window)
 
 
@@ -168,6 +170,14 @@ def _edges(packed: PackedSeqParams) -> PackedEdges:
     edges = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
     key_edges = packed.cu_seqlens_kv if packed.cu_seqlens_kv_padded is None else packed.cu_seqlens_kv_padded
     return PackedEdges(edges, key_edges, getattr(packed, _POSITIONS, None), partial(_check_lengths, packed))
+
+
+def _check_equal_tokens(batch: PackedBatch) -> None:
+    """Refuse unequal tokens per rank where experts' ranks all-gather them: the collective would fail or hang."""
+    tokens = [sum(row.length) for row in batch.rows]
+    if tokens and min(tokens) < max(tokens):
+        raise UserError(f"moe_token_dispatcher_type is 'allgather', for which all ranks need as many tokens, but they "
+                        f"have {min(tokens)} to {max(tokens)}; set it to 'alltoall'")
 
 
 def _check_lengths(packed: PackedSeqParams) -> None:

@@ -216,8 +216,8 @@ class PackedAttention:
         if batch.spans:                                          # queries stay; keys inside the window are sent
             return pool(q, k, v, self._unmoved(batch.rows, window), window=window, **scores)
         if not batch.slices.start:
-            rest = (x.sum() for x in (k, v, sinks) if x is not None)
-            return q + sum(rest)                                 # no tokens, but zero gradients for k, v and sinks
+            every = sum(x.sum() for x in (q, k, v, sinks) if x is not None)
+            return v.new_empty(*q.shape[:2], v.shape[2]) + every  # no tokens, but zero gradients
         return self._home(q, k, v, self._unmoved((batch.slices,), None), window=window, **scores)
 
     def _exchange(self, mine: RowSlices | ValueError, device: torch.device, shapes: Shapes | None) -> Rows:
@@ -281,7 +281,7 @@ def _shape_of(shapes: Shapes) -> ModelShape:
     """Return a model for planning, which only needs the bytes of a token's query and keys."""
     heads, kv_heads, dim = shapes[:3]
     return ModelShape(name="packed", num_layers=1, hidden=heads * dim, num_heads=heads, num_kv_heads=kv_heads,
-                      head_dim=dim, ffn=heads * dim, vocab=1)
+                      head_dim=dim, ffn=heads * dim, vocab=1, value_dim=shapes.value_dim)
 
 
 def shared_attention(group: dist.ProcessGroup | None, **options: Any) -> PackedAttention:

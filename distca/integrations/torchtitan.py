@@ -69,15 +69,15 @@ class BalancedAttention(VarlenAttention):
         self, q_BLNH: torch.Tensor, k_BLNH: torch.Tensor, v_BLNH: torch.Tensor, *, attention_masks: VarlenMetadata,
         scale: float | None = None, out_transform: Callable[..., torch.Tensor] | None = None, **kwargs: Any,
     ) -> torch.Tensor:
-        """Attend q [batch, tokens, heads, dim] to k, v [batch, tokens, kv_heads, dim]; return out like q."""
-        self._check_call(q_BLNH, v_BLNH, attention_masks)
+        """Attend q [batch, tokens, heads, dim] to k, v [batch, tokens, kv_heads, dim]; values may have another dim."""
+        self._check_call(q_BLNH, attention_masks)
         sinks = None if out_transform is None else _sinks(out_transform)
         if q_BLNH.is_meta:                                       # the pipeline infers shapes
-            return torch.empty_like(q_BLNH)
+            return v_BLNH.new_empty(*q_BLNH.shape[:3], v_BLNH.shape[3], dtype=q_BLNH.dtype)
         dtype = torch.bfloat16 if q_BLNH.is_cuda else v_BLNH.dtype  # as torchtitan does on a GPU
         q, k, v = (x.flatten(0, 1).to(dtype) for x in (q_BLNH, k_BLNH, v_BLNH))  # [tokens, heads, dim]
         out = self._attend(q, k, v, attention_masks, scale, sinks)
-        return out.view_as(q_BLNH).to(q_BLNH.dtype)
+        return out.view(*q_BLNH.shape[:3], -1).to(q_BLNH.dtype)
 
     @torch.compiler.disable(reason="distca's attention exchanges with other ranks; leave 'model' out of "
                                    "compile.components")
@@ -95,13 +95,10 @@ class BalancedAttention(VarlenAttention):
         attach(self, self.pool)
         return self.pool
 
-    def _check_call(self, q: torch.Tensor, v: torch.Tensor, metadata: VarlenMetadata) -> None:
+    def _check_call(self, q: torch.Tensor, metadata: VarlenMetadata) -> None:
         if not isinstance(metadata, VarlenMetadata):
             raise UserError(f"attention_masks is a {type(metadata).__name__}; give positions [batch, tokens] that "
                             "restart with every document, from which torchtitan makes VarlenMetadata")
-        if v.shape[-1] != q.shape[-1]:
-            raise UserError(f"values have head size {v.shape[-1]} and queries {q.shape[-1]}, as in multi-head latent "
-                            "attention; distca cannot serve it")
         if q.is_cuda and torch.cuda.is_current_stream_capturing():
             raise UserError("training.disable_cuda_graphs is False; set it: exchanges change with every batch")
 

@@ -242,8 +242,9 @@ def strategies_of(comparison: Comparison) -> tuple[StrategyFigures, ...]:
 def comparison_page(comparison: Comparison) -> ReportData:
     setting = comparison.setting
     known = {"model": setting.model.name, "cluster": setting.cluster.name, "gpus": f"{setting.gpus:,}",
-             "tp": setting.tp, "pp": setting.pp, "context": f"{setting.context:,}", "data": comparison.source,
-             "batches": comparison.num_batches, "tolerance": comparison.tolerance}
+             "tp": setting.tp, **({} if setting.model.experts is None else {"ep": setting.ep}), "pp": setting.pp,
+             "context": f"{setting.context:,}", "data": comparison.source, "batches": comparison.num_batches,
+             "tolerance": comparison.tolerance}
     strategies = strategies_of(comparison)
     return ReportData(
         "Strategies on the same documents", ", ".join(f"{name} {value}" for name, value in known.items()),

@@ -194,10 +194,11 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     """Print the table of strategies and the choice of each."""
     first = comparison.setting
     stages = ", ".join(sorted({str(outcome.setting.pp) for outcome in comparison.outcomes}))
+    experts = "" if first.model.experts is None else f"ep {first.ep}, "
     console.print(Text.assemble(
         (f"{first.model.name} on {first.gpus:,} GPUs of {first.cluster.name}", "bold"),
-        f"\n{comparison.source}, context {first.context:,}, {first.num_tokens:,} tokens a step\ntp {first.tp}, pp "
-        f"{stages}, {comparison.num_batches} batches, tolerance {comparison.tolerance}"))
+        f"\n{comparison.source}, context {first.context:,}, {first.num_tokens:,} tokens a step\ntp {first.tp}, "
+        f"{experts}pp {stages}, {comparison.num_batches} batches, tolerance {comparison.tolerance}"))
     table = _table(("", "tokens/s", "step", "idle", "exposed", "memory", "work"))
     for outcome in comparison.entries:
         table.add_row(outcome.name, f"{outcome.tokens_per_second:,.0f}", f"{outcome.step_seconds:.3g} s",

@@ -160,6 +160,26 @@ class Clock:
                 self.span(name, "network", begin, until, exchange.sent_bytes)
         return arrival
 
+    def all_to_all(
+        self, name: str, ready: np.ndarray, link: int, num_bytes: np.ndarray, seconds: np.ndarray, group: int
+    ) -> np.ndarray:
+        """Exchange within groups of `group` neighbours, all of which have received when the last of them is done.
+
+        A group takes part if any of its ranks has bytes to send.
+        """
+        if not num_bytes.any():
+            return ready
+        whole = self.num_ranks // group * group                  # dedicated servers follow
+        part = np.append(group_max(num_bytes[:whole], group) > 0, np.zeros(self.num_ranks - whole, dtype=bool))
+        start = np.max([ready, self.send_free[link], self.receive_free[link]], axis=0)
+        stop = np.where(part, start + seconds, 0.0)
+        for free in (self.send_free[link], self.receive_free[link]):
+            np.copyto(free, stop, where=part)
+        if link == NIC:
+            self.nic_busy += np.where(part, seconds, 0.0)
+        self.span(name, "network", start, stop, num_bytes)
+        return np.where(part, np.append(group_max(stop[:whole], group), stop[whole:]), ready)
+
     def ring(self, ready: np.ndarray, ring: Ring) -> np.ndarray:
         """Run attention while keys travel around the ring; return when each rank has finished both."""
         start = np.maximum(ready, self.compute_free)

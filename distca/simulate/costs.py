@@ -10,6 +10,10 @@ What backward recomputes is charged in backward, before dX. `selective` recomput
 memory's bandwidth; `full` all matrix products but the last of the feed-forward, whose output nothing needs; `offload`
 all of them, and Q, K, V twice (for attention and for their own backward). Attention is never recomputed: its output is
 kept. Offloaded activations travel over the host link beside a layer's computation: the longer of the two counts.
+
+Experts are divided over groups of `ep` GPUs. In every layer, each token is sent to its experts in one all-to-all and
+their outputs return in another, in backward as in forward. Routing is assumed to be uniform: every GPU of a group
+computes as much.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from distca.cost.work import (
     layer_parameters,
     linear_flops,
     qkv_parameters,
+    routed_width,
 )
 from distca.spec import BF16_BYTES, MAX_RATE, ClusterShape, ModelShape, cluster_named
 from distca.validation import UserError, check_number
@@ -57,6 +62,7 @@ class Costs:
     host_bandwidth: float
     recompute: str = "none"         # see `cost.work.RECOMPUTE`
     gather_ranks: int = 1           # of a context-parallel group, whose keys are offloaded too
+    ep: int = 1                     # GPUs over which a layer's experts are divided
 
     @classmethod
     def of(cls, model: ModelShape, cluster: ClusterShape, tp: int, cost: Cost) -> Costs:
@@ -103,7 +109,7 @@ class Costs:
         rate = self.linear_flops_per_second[backward] / (2.0 if backward and weights is None else 1.0)
         collective = self._tp_seconds(tokens) * (not weights)
         before, behind = (_overlapped(tokens * (qkv / rate), collective, tp),
-                          _overlapped(tokens * ((whole - qkv) / rate), 3 * collective, tp))
+                          _overlapped(tokens * ((whole - qkv) / rate), self._collectives * collective, tp))
         if weights:
             return before, behind
         if backward:
@@ -121,14 +127,50 @@ class Costs:
         width = feed_forward_width(model, tp)
         if self.recompute == "full":                             # all but the last product and its reduce-scatter
             return (_overlapped(tokens * (qkv / rate), collective, tp),
-                    _overlapped(tokens * ((rest - 2 * model.hidden * width) / rate), 2 * collective, tp))
+                    _overlapped(tokens * ((rest - 2 * model.hidden * width) / rate),
+                                (self._collectives - 1) * collective, tp))
         if self.recompute == "offload":
             return (2 * _overlapped(tokens * (qkv / rate), collective, tp),
-                    _overlapped(tokens * (rest / rate), 3 * collective, tp))
+                    _overlapped(tokens * (rest / rate), self._collectives * collective, tp))
         moved = 0.0                                              # bytes per token
         if self.recompute == "selective":                        # add and norm: 5 passes; gate, up in and product out
             moved = (5 * model.hidden / tp + 3 * width) * BF16_BYTES
         return np.zeros_like(tokens, dtype=np.float64), tokens * (moved / self.memory_bandwidth)
+
+    @property
+    def _collectives(self) -> float:
+        """Count the TP collectives after a layer's attention; with EP, routed tokens are sent as TP ranks hold them."""
+        experts = self.model.experts
+        return 3.0 if experts is None or self.ep == 1 or experts.shared_ffn else 3.0 - 2.0 * self.model.expert_share
+
+    @property
+    def expert_ranks(self) -> int:
+        """Pool ranks of a group over which experts are divided."""
+        return max(self.ep // self.tp, 1)
+
+    @property
+    def routed_share(self) -> float:
+        """Share of the computation after a layer's attention that routed experts do."""
+        model, tp = self.model, self.tp
+        rest = float(linear_flops(1.0, model, tp)) - 2 * qkv_parameters(model, tp)
+        return 6 * model.hidden * routed_width(model, tp) * model.expert_share / rest
+
+    def expert_bytes(self, tokens: np.ndarray) -> np.ndarray:
+        """Bytes that a GPU sends in one all-to-all: its tokens to each of their experts, as if all were as popular."""
+        experts = self.model.experts
+        copies = 0.0 if experts is None else experts.per_token * self.model.expert_share * (self.ep - 1) / self.ep
+        return np.asarray(tokens * (copies * self.model.hidden * BF16_BYTES / self.tp))
+
+    def expert_seconds(self, num_bytes: np.ndarray) -> np.ndarray:
+        """Seconds of an all-to-all: the longer one of what stays inside the node and what leaves it."""
+        links, ep = self.links if self.expert_ranks > 1 else self.tensor_links, self.ep
+        near = min(ep, links.gpus_per_node)
+        seconds = links.intra_node_latency_seconds + num_bytes * ((near - 1) / (ep - 1) / links.intra_node_bandwidth)
+        if near == ep:
+            return seconds
+        leaves_pods = 0 < links.nodes_per_pod * links.gpus_per_node < ep
+        rate = (ep - near) / (ep - 1) / links.nic_bandwidths[leaves_pods]
+        return np.maximum(seconds, links.inter_node_latency_seconds + num_bytes * rate)
 
     def head_seconds(self, tokens: np.ndarray, backward: bool) -> np.ndarray:
         """Seconds of the output head, proportional to the tokens."""
@@ -146,7 +188,7 @@ class Costs:
 
     def stage_parameters(self, layers: Sequence[int] | np.ndarray, spreads_head: bool = False) -> np.ndarray:
         """[stages] parameters of a GPU: its stage's layers, the embedding on the first, the head on the last or all."""
-        parameters = np.array(layers) * layer_parameters(self.model, self.tp)
+        parameters = np.array(layers) * layer_parameters(self.model, self.tp, ep=self.ep)
         parameters[0] += self.model.hidden * self.model.vocab / self.tp
         parameters[slice(None) if spreads_head else -1] += self.model.hidden * self.model.vocab / self.tp
         return parameters
@@ -154,6 +196,15 @@ class Costs:
     def gather_seconds(self, num_bytes: float, num_ranks: int) -> float:
         """Seconds of an all-gather of weights, num_bytes on each rank in the end, or of their reduce-scatter."""
         return self.links.all_gather_seconds(num_bytes, num_ranks, self.ranks_per_node)
+
+    def layer_gather_seconds(self, parameters: float, element_bytes: int, num_data: int) -> float:
+        """Seconds to gather a layer's weights over the data ranks, and its experts over the GPUs that have the same."""
+        if self.ep == 1:
+            return self.gather_seconds(parameters * element_bytes, num_data)
+        width = routed_width(self.model, self.tp, active=False, ep=self.ep) * self.model.expert_share
+        routed, per_node = 3 * self.model.hidden * width, max(self.tensor_links.gpus_per_node // self.ep, 1)
+        return self.gather_seconds((parameters - routed) * element_bytes, num_data) + (
+            self.links.all_gather_seconds(routed * element_bytes, num_data * self.tp // self.ep, per_node))
 
     def ring_seconds(self, num_bytes: float, num_ranks: int) -> float:
         """Seconds of an all-gather of keys over a context-parallel group."""
@@ -168,7 +219,7 @@ class Costs:
 
     def optimizer_seconds(self, layers: Sequence[int] | np.ndarray, shards: int) -> np.ndarray:
         """[stages] seconds that a GPU takes to update its share of the stage's weights."""
-        return self.stage_parameters(layers) / shards * OPTIMIZER_TRAFFIC / self.memory_bandwidth
+        return replace(self, ep=1).stage_parameters(layers) / shards * OPTIMIZER_TRAFFIC / self.memory_bandwidth
 
 
 def _rate(linear: Any, name: str) -> float:
@@ -186,3 +237,49 @@ def _attention_time(cost: Cost, model: ModelShape, tp: int, scale: float) -> Att
 def _overlapped(compute: np.ndarray, travel: np.ndarray, chunks: int) -> np.ndarray:
     """Seconds of two streams that overlap chunk by chunk: the longer one, and one chunk of the shorter."""
     return np.asarray(np.maximum(compute, travel) + np.minimum(compute, travel) / chunks)
+
+
+def linear_tables(costs: Costs, tokens: np.ndarray, splits: bool) -> tuple[np.ndarray, np.ndarray]:
+    """[pieces, kinds, micro-batches, nano-batches, first/middle/last, data ranks] seconds of segments; and the head's.
+
+    Kinds are forward, backward, and weight units in forward and in backward ticks. With expert parallelism a segment
+    has five pieces: what precedes the experts, the bytes sent to them, their seconds, the bytes returned, and the rest.
+    """
+    tables, heads = [], []
+    for backward, weighs in ((False, False), (True, False), (False, True), (True, True)):
+        before, behind = costs.segment_seconds(tokens, backward or weighs, weighs if splits else None)
+        enter, leave = (behind, before) if backward else (before, behind)
+        pieces = [np.stack([enter, before + behind, leave], axis=2)]
+        if costs.ep > 1:
+            pieces = _around_experts(costs, tokens, before, behind, backward, weighs)
+        tables.append(pieces)
+        heads.append(costs.head_seconds(tokens, backward))
+    return np.stack([np.stack(kinds) for kinds in zip(*tables, strict=True)]), np.stack(heads)
+
+
+def _around_experts(
+    costs: Costs, tokens: np.ndarray, before: np.ndarray, behind: np.ndarray, backward: bool, weighs: bool
+) -> list[np.ndarray]:
+    """The five pieces of segments with routed experts, each [micro-batches, nano-batches, segments, data ranks].
+
+    Experts of a group get the mean of its tokens. Weight units have what they need: they compute and send nothing.
+    """
+    nothing, group = np.zeros_like(tokens), costs.expert_ranks
+    sent = costs.expert_bytes(np.maximum(tokens, _group_mean(tokens, group)))
+    routed = _group_mean(behind, group) * costs.routed_share
+    rest = behind * (1 - costs.routed_share)
+    if weighs:
+        sent, routed, rest = nothing, nothing, rest + routed
+    again = 2 if backward and costs.recompute in ("full", "offload") else 1  # recomputed experts get their tokens again
+    there, back = sent * again, sent
+    columns = ((nothing, nothing, nothing, nothing, before), (rest, there, routed, back, before),
+               (rest, there, routed, back, nothing))             # first, middle and last segment, forward
+    if backward:
+        columns = ((nothing, there, routed, back, rest), (before, there, routed, back, rest),
+                   (before, nothing, nothing, nothing, nothing))
+    return [np.stack(piece, axis=2) for piece in zip(*columns, strict=True)]
+
+
+def _group_mean(values: np.ndarray, group: int) -> np.ndarray:
+    """Mean over each group of `group` neighbours along the last axis, repeated for every member."""
+    return np.repeat(values.reshape(*values.shape[:-1], -1, group).mean(axis=-1), group, axis=-1)

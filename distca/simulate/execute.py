@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -21,8 +22,8 @@ from distca.cost.mixed_pool import Cost
 from distca.planning.schedule import IDLE
 from distca.planning.step import NO_CALL, StepPlan
 from distca.simulate.calls import Calls, PlanCosts, PlanSet
-from distca.simulate.clock import NIC, AllToAll, Clock
-from distca.simulate.costs import Costs
+from distca.simulate.clock import NIC, NVLINK, AllToAll, Clock
+from distca.simulate.costs import Costs, linear_tables
 from distca.simulate.memory import Memory, memory
 from distca.spec import BF16_BYTES, FLOAT32_BYTES, ClusterShape, ModelShape
 from distca.trace import StepTrace
@@ -98,19 +99,19 @@ _NONE, _FIRST, _MIDDLE, _LAST = range(4)  # segments: none, before the first att
 class _Slot:
     """Computation between two attention calls: kinds of work in order, each for all nano-batches."""
 
-    computes: tuple[list[np.ndarray], ...]  # [kinds][nano-batches][ranks] seconds
+    computes: tuple[tuple[bool, list[np.ndarray]], ...]  # [kinds] seconds or, if True, the bytes of an all-to-all
     leaves: np.ndarray | None               # [ranks] bool: after this the rank's own layers are done
 
     @classmethod
     def of(cls, segment: np.ndarray, backward: np.ndarray, nano_batches: list[tuple[np.ndarray, np.ndarray]],
            at_end: np.ndarray) -> _Slot:
         """Collect segments and, on the last stage, the head: before its first segment in backward, else at the end."""
-        segments = [table[segment, np.arange(len(segment))] for table, _ in nano_batches]
-        ahead, behind = ([np.where(where, head, 0.0) for _, head in nano_batches] if where.any() else None for where in
-                         (at_end & (segment == _FIRST) & backward, at_end & (segment == _LAST) & ~backward))
+        segments = [(piece % 2 == 1, [tables[piece, segment, np.arange(len(segment))] for tables, _ in nano_batches])
+                    for piece in range(len(nano_batches[0][0]))]
+        ahead, behind = ([(False, [np.where(where, head, 0.0) for _, head in nano_batches])] * bool(where.any()) for
+                         where in (at_end & (segment == _FIRST) & backward, at_end & (segment == _LAST) & ~backward))
         leaves = segment == _LAST
-        return cls(tuple(part for part in (ahead, segments, behind) if part is not None),
-                   leaves if leaves.any() else None)
+        return cls((*ahead, *segments, *behind), leaves if leaves.any() else None)
 
 
 class _Execution:
@@ -128,9 +129,9 @@ class _Execution:
         self.tokens = np.array(                                  # [micro-batches, nano-batches, data ranks]
             [[layout.tokens_per_rank() for layout in micro_batch.layouts] for micro_batch in step.micro_batches],
             dtype=np.float64)
-        self.seconds, self.head = _linear_tables(costs, self.tokens, step.ticks.splits)
+        self.seconds, self.head = linear_tables(costs, self.tokens, step.ticks.splits)
         of_layer = costs.stage_parameters(self.of_stages, step.ticks.spreads_head) / self.of_stages
-        self.weight_seconds = [np.array([costs.gather_seconds(part * size, self.num_data) for part in of_layer])
+        self.weight_seconds = [np.array([costs.layer_gather_seconds(part, size, self.num_data) for part in of_layer])
                                for size in (BF16_BYTES, FLOAT32_BYTES)]  # of a layer, [stages]
         self.arrived = np.zeros((2, len(step.layers), *self.tokens.shape[:2], self.num_ranks))  # inputs of nano-batches
         self.done = [self.clock.compute_free] * self.tokens.shape[1]  # when the last tick's nano-batches were computed
@@ -172,8 +173,9 @@ class _Execution:
                 at_end = self.at_end & (units.part == len(self.layers) - 1)[self.stage] & active[self.stage]
                 slots[key] = _Slot.of(own, backward, nano_batches, at_end)
             slot = slots[key]
-            for seconds in slot.computes:
-                ready = [clock.compute("layers", "linear", at, one) for at, one in zip(ready, seconds, strict=True)]
+            for sends, work in slot.computes:
+                run = self._to_experts if sends else partial(clock.compute, "layers", "linear")
+                ready = [run(at, one) for at, one in zip(ready, work, strict=True)]
             if slot.leaves is not None:
                 done = [np.where(slot.leaves, at, one) for at, one in zip(ready, done, strict=True)]
                 nic_free = np.where(slot.leaves, clock.send_free[NIC], nic_free)
@@ -193,6 +195,13 @@ class _Execution:
         self.done, self.leaving = done, np.zeros(self.num_ranks)
         for position, one in enumerate(done):
             self._send(units, position, np.maximum(one, nic_free), begin)
+
+    def _to_experts(self, ready: np.ndarray, num_bytes: np.ndarray) -> np.ndarray:
+        """Send tokens to their experts, or back; return when each rank has received, with the last of its group."""
+        costs = self.costs
+        link = NIC if costs.ep > costs.tensor_links.gpus_per_node else NVLINK
+        return self.clock.all_to_all("experts", ready, link, num_bytes, costs.expert_seconds(num_bytes),
+                                     costs.expert_ranks)
 
     def _head_tick(self, micro_batch: int) -> None:
         """Scatter the last part's outputs over all stages, compute the head, and gather the gradients.
@@ -228,7 +237,7 @@ class _Execution:
         return np.arange(num_turns + 1)[:, None] - np.where(units.active & units.backward, late, 0)
 
     def _nano_batches(self, units: _Units) -> list[tuple[np.ndarray, np.ndarray]]:
-        """[segments, ranks] seconds and the head's, per nano-batch in order of execution: reversed in backward.
+        """[pieces, segments, ranks] work and the head's, per nano-batch in order of execution: reversed in backward.
 
         Weight units are divided over the tick's turns, and run whole if the tick has no calls.
         """
@@ -237,18 +246,20 @@ class _Execution:
         found = []
         for position in range(num_nano):
             nano = self._nano(units.backward, position)          # [stages]
-            table, head = np.zeros((4, self.num_ranks)), np.zeros(self.num_ranks)
-            seconds = self.seconds[phase, units.micro_batch, nano]  # [stages, segments, data ranks]
-            if units.weighs.any():
-                apart = self.seconds[2 + phase, units.weight, nano] * units.weight_layers[:, None, None]
-                if whole:
-                    apart = apart[:, 1:2] * units.layers[:, None, None] * np.ones((1, 3, 1))
-                seconds = np.where(units.weighs[:, None, None], apart, seconds)
-            table[1:, self.is_own] = np.moveaxis(seconds, 1, 0).reshape(3, -1)
+            head = np.zeros(self.num_ranks)
+            tables = np.zeros((len(self.seconds), 4, self.num_ranks))
+            for table, of_piece in zip(tables, self.seconds, strict=True):
+                seconds = of_piece[phase, units.micro_batch, nano]  # [stages, segments, data ranks]
+                if units.weighs.any():
+                    apart = of_piece[2 + phase, units.weight, nano] * units.weight_layers[:, None, None]
+                    if whole:
+                        apart = apart[:, 1:2] * units.layers[:, None, None] * np.ones((1, 3, 1))
+                    seconds = np.where(units.weighs[:, None, None], apart, seconds)
+                table[1:, self.is_own] = np.moveaxis(seconds, 1, 0).reshape(3, -1)
             if not self.step.ticks.spreads_head:
                 last = int(self.step.ticks.stage_of[-1])
                 head[self.at_end] = self.head[phase[last], units.micro_batch[last], nano[last]]
-            found.append((table, head))
+            found.append((tables, head))
         return found
 
     def _nano(self, backward: np.ndarray, position: int) -> np.ndarray:
@@ -337,17 +348,3 @@ def _segments(units: _Units, layer: np.ndarray) -> np.ndarray:
     inside = np.where(layer < units.layers, np.where(layer == 0, _FIRST, _MIDDLE), _LAST)
     runs = (units.active | units.weighs) & (layer >= 0) & (layer <= units.layers)
     return np.where(runs, inside, _NONE).astype(np.int8)
-
-
-def _linear_tables(costs: Costs, tokens: np.ndarray, splits: bool) -> tuple[np.ndarray, np.ndarray]:
-    """[kinds, micro-batches, nano-batches, first/middle/last, data ranks] seconds of segments, and of the head.
-
-    Kinds are forward, backward, and weight units in forward and in backward ticks.
-    """
-    tables, heads = [], []
-    for backward, weighs in ((False, False), (True, False), (False, True), (True, True)):
-        before, behind = costs.segment_seconds(tokens, backward or weighs, weighs if splits else None)
-        enter, leave = (behind, before) if backward else (before, behind)
-        tables.append(np.stack([enter, before + behind, leave], axis=2))
-        heads.append(costs.head_seconds(tokens, backward))
-    return np.stack(tables), np.stack(heads)

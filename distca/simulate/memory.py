@@ -73,7 +73,10 @@ def state_bytes(
     gradients = FLOAT32_BYTES / (num_data if num_micro_batches == 1 else 1)
     parameters = costs.stage_parameters(layers, spreads_head)
     head = costs.model.hidden * costs.model.vocab / costs.tp * (1 - 1 / len(parameters)) if spreads_head else 0.0
-    return parameters * (BF16_BYTES + gradients) + (parameters - head) * (ADAM_BYTES / num_data)
+    others = replace(costs, ep=1).stage_parameters(layers, spreads_head) - parameters  # sharded like the GPU's own
+    sharded = ADAM_BYTES + FLOAT32_BYTES * (num_micro_batches == 1)
+    return parameters * (BF16_BYTES + gradients) + (parameters - head) * (ADAM_BYTES / num_data) + (
+        others * (sharded / num_data))
 
 
 def _activations(costs: Costs, layers: Sequence[int], ticks: Ticks, tokens: np.ndarray) -> np.ndarray:
@@ -111,7 +114,7 @@ def check_fits(setting: Setting, costs: Costs) -> None:
 
 def _least(setting: Setting, costs: Costs) -> tuple[float, float]:
     """Return the bytes of a GPU's states, and all bytes in 1F1B with equal tokens and the last mode of the setting."""
-    costs = replace(costs, tp=setting.tp, recompute=setting.modes[-1])
+    costs = replace(costs, tp=setting.tp, ep=setting.ep, recompute=setting.modes[-1])
     states = state_bytes(costs, setting.layers, setting.num_data, setting.num_micro_batches)
     ticks = one_forward_one_backward(setting.pp, setting.num_micro_batches)
     return float(states.max()), _kept(setting, costs, setting.layers, ticks)[1]
@@ -126,6 +129,7 @@ def _changes(setting: Setting) -> Iterator[tuple[str, Setting]]:
     for options, change in (
         *((f"--sequences {each // by * count}", {"sequences_per_micro_batch": each // by}) for by in powers),
         *((f"--context {setting.context // by}", {"context": setting.context // by}) for by in powers),
+        *((f"--ep {setting.ep * by}", {"ep": setting.ep * by}) for by in powers),
         *((f"--tp {setting.tp * by}", {"tp": setting.tp * by}) for by in powers
           if setting.tp * by <= setting.cluster.gpus_per_node),
         *((" ".join([f"--gpus {setting.gpus * more}"] * (more > 1) + [f"--pp {setting.pp * by}"] * (by > 1)),

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from distca.cost.work import model_parameters
 from distca.simulate.execute import Step
 from distca.simulate.setting import Setting
 from distca.simulate.strategies import Choice
@@ -121,9 +122,13 @@ class Comparison:
 
     def as_json(self) -> dict[str, Any]:
         setting = self.setting
+        experts = {} if setting.model.experts is None else {
+            "ep": setting.ep, "parameters": model_parameters(setting.model),
+            "active_parameters": model_parameters(setting.model, active=True)}
         return {
-            "model": setting.model.name, "cluster": setting.cluster.name, "gpus": setting.gpus, "tp": setting.tp,
-            "pp": setting.pp, "context": setting.context, "data": self.source, "batches": self.num_batches,
+            "model": setting.model.name, **experts, "cluster": setting.cluster.name, "gpus": setting.gpus,
+            "tp": setting.tp, "pp": setting.pp, "context": setting.context, "data": self.source,
+            "batches": self.num_batches,
             "tokens_per_step": setting.num_tokens, "tokens_per_rank": setting.tokens_per_rank,
             "micro_batches": setting.num_micro_batches, "tolerance": self.tolerance,
             "strategies": {outcome.name: outcome.as_json(self.entries) for outcome in self.entries},

@@ -37,9 +37,10 @@ class Setting:
     num_micro_batches: int
     recompute: str = "auto"   # one of `cost.work.RECOMPUTE`; auto: the fastest that fits
     memory: float = 0.0       # the most that our orders may keep, in live micro-batches or bytes; 0: all of a GPU's
+    ep: int = 1               # GPUs of a stage over which the experts of a layer are divided
 
     def __post_init__(self) -> None:
-        for field in ("gpus", "tp", "pp", "context", "sequences_per_micro_batch", "num_micro_batches"):
+        for field in ("gpus", "tp", "pp", "ep", "context", "sequences_per_micro_batch", "num_micro_batches"):
             check_whole(field, getattr(self, field))
         self.model.kv_heads_per_rank(self.tp)
         if self.recompute not in ("auto", *RECOMPUTE):
@@ -52,11 +53,26 @@ class Setting:
         if self.pp > self.model.num_layers:
             raise UserError(f"pp is {self.pp} but model {self.model.name!r} has {self.model.num_layers} layers; "
                             "give each stage at least one")
+        self._check_experts()
         tokens = self.context * self.sequences_per_micro_batch
         if tokens % (NANO_BATCHES * self.num_data):
             raise UserError(f"a micro-batch of {self.sequences_per_micro_batch} sequences of {self.context} tokens "
                             f"does not divide over two halves of {self.num_data} data ranks; give a --context that is "
                             f"a multiple of {NANO_BATCHES * self.num_data}, or another number of --sequences")
+
+    def _check_experts(self) -> None:
+        """Refuse an `ep` that divides neither experts nor a stage's GPUs, or whose groups cut pool ranks unevenly."""
+        experts, gpus = self.model.experts, self.gpus // self.pp
+        if self.ep == 1:
+            return
+        if experts is None:
+            raise UserError(f"ep is {self.ep} but model {self.model.name!r} has no experts; leave --ep out, or give a "
+                            "model with experts, such as qwen3-30b-a3b")
+        fitting = [ep for ep in range(1, gcd(experts.num, gpus) + 1) if experts.num % ep == gpus % ep == 0
+                   and max(ep, self.tp) % min(ep, self.tp) == 0]
+        if self.ep not in fitting:
+            raise UserError(f"ep is {self.ep}, for {experts.num} experts on a stage's {gpus} GPUs with tp {self.tp}; "
+                            f"give --ep {' or '.join(map(str, fitting))}")
 
     @property
     def num_data(self) -> int:
@@ -105,17 +121,18 @@ class Setting:
 def setting(
     model: ModelShape, cluster: ClusterShape, *, gpus: int, context: int, tp: int = 8, pp: int = 1,
     sequences: int | None = None, micro_batches: int | None = None, recompute: str = "auto", memory: float = 0.0,
+    ep: int = 1,
 ) -> Setting:
     """Make one setting; see `settings` for the defaults."""
     return settings(model, cluster, gpus=gpus, context=context, tp=tp, pp=(pp,), sequences=sequences,
                     micro_batches=None if micro_batches is None else (micro_batches,), recompute=recompute,
-                    memory=memory)[0]
+                    memory=memory, ep=ep)[0]
 
 
 def settings(
     model: ModelShape, cluster: ClusterShape, *, gpus: int, context: int, tp: int = 8, pp: Sequence[int] = (1,),
     sequences: int | None = None, micro_batches: Sequence[int] | None = None, recompute: str = "auto",
-    memory: float = 0.0,
+    memory: float = 0.0, ep: int = 1,
 ) -> tuple[Setting, ...]:
     """Make settings of the same step for every pipeline degree and number of micro-batches.
 
@@ -125,6 +142,7 @@ def settings(
     for field, values, most, why in (
         ("gpus", (gpus,), MAX_GPUS, "a plan of more servers takes minutes for each call"),
         ("tp", (tp,), MAX_GPUS, "the most GPUs"), ("pp", pp, MAX_GPUS, "the most GPUs"),
+        ("ep", (ep,), MAX_GPUS, "the most GPUs"),
         ("context", (context,), MAX_LENGTH, "the longest document"),
         ("micro_batches", micro_batches or (1,), MAX_MICRO_BATCHES, "as each has plans of its own"),
         ("sequences", (1 if sequences is None else sequences,), MAX_LENGTH, "more than any step has"),
@@ -146,7 +164,8 @@ def settings(
         if sequences % count:
             raise UserError(f"sequences is {sequences}, not a multiple of the {count} micro-batches; give another "
                             "--sequences or --micro-batches")
-    return tuple(Setting(model, cluster, gpus, tp, stages, context, sequences // count, count, recompute, memory)
+    return tuple(Setting(model, cluster, gpus, tp, stages, context, sequences // count, count, recompute, memory,
+                         ep)
                  for stages, count in grid)
 
 

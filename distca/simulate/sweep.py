@@ -71,7 +71,7 @@ class Question:
 
     def costs(self, setting: Setting, choice: Choice | None = None) -> Costs:
         """Costs of a setting, and of a choice with what it recomputes."""
-        found = Costs.of(setting.model, setting.cluster, setting.tp, self.table)
+        found = replace(Costs.of(setting.model, setting.cluster, setting.tp, self.table), ep=setting.ep)
         return found if choice is None else replace(found, recompute=choice.recompute, gather_ranks=choice.cp)
 
     def batch(self, setting: Setting, number: int) -> StepDocuments:

@@ -45,14 +45,24 @@ def test_plain_pytorch_is_exact(ranks: int) -> None:
         assert outcome.error is None and outcome.value is True, outcome
 
 
-def small(dtype: torch.dtype, **options: Any) -> Any:
+SIZE: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 8192, "pad_token_id": 0}
+ROUTED: dict[str, Any] = {                                       # to all experts: rounding decides nothing
+    "num_key_value_heads": 8, "kv_lora_rank": 64, "q_lora_rank": 64, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+    "v_head_dim": 128, "n_routed_experts": 2, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "moe_intermediate_size": 256, "first_k_dense_replace": 1}
+
+
+def small(kind: str, dtype: torch.dtype, **options: Any) -> Any:
+    """Llama, or DeepSeek-V3 with its heads of 192 and values of 128; torch's grouped_mm has no float64."""
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=97, hidden_size=512, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=2, head_dim=64, max_position_embeddings=8192, pad_token_id=0, **options)
-    model: Any = transformers.LlamaForCausalLM(config)
+    if kind == "deepseek_v3":
+        options |= {**ROUTED, "experts_implementation": "eager" if dtype is torch.float64 else "grouped_mm"}
+    config = transformers.AutoConfig.for_model(kind, **{**SIZE, **options})
+    model: Any = transformers.AutoModelForCausalLM.from_config(config)
     return model.to(dtype).cuda().train()
 
 
@@ -64,7 +74,7 @@ def step(model: Any, row: Any) -> list[torch.Tensor]:
     return [result.logits[0].detach().double(), *(parameter.grad.double() for parameter in model.parameters())]
 
 
-def trains(transport: C10dTransport, lengths: list[int]) -> list[tuple[float, float]]:
+def trains(transport: C10dTransport, kind: str, lengths: list[int]) -> list[tuple[float, float]]:
     """Errors of ours and of plain bf16 against float64: of this rank's logits, and of the summed gradients."""
     from distca.integrations.huggingface import enable
 
@@ -73,9 +83,9 @@ def trains(transport: C10dTransport, lengths: list[int]) -> list[tuple[float, fl
     generator = torch.Generator().manual_seed(1)
     documents = [torch.randint(1, 97, (length,), generator=generator).tolist() for length in lengths]
     row, whole = rows(documents, rank, ranks), rows(documents, 0, 1)
-    exact = step(small(torch.float64, attn_implementation="sdpa"), whole)
-    plain = step(small(torch.bfloat16, attn_implementation="sdpa"), whole)
-    model = small(torch.bfloat16)
+    exact = step(small(kind, torch.float64, attn_implementation="sdpa"), whole)
+    plain = step(small(kind, torch.bfloat16, attn_implementation="sdpa"), whole)
+    model = small(kind, torch.bfloat16)
     enable(model, tolerance=0.02)
     ours = step(model, row)
     for gradients in ours[1:]:
@@ -87,10 +97,12 @@ def trains(transport: C10dTransport, lengths: list[int]) -> list[tuple[float, fl
     return [(float((a - e).norm()), float((p - e).norm())) for a, p, e in zip(ours, plain, exact, strict=True)]
 
 
-@pytest.mark.parametrize(("ranks", "lengths"), [(2, [4096]), (2, [3, 1, 3000, 1, 40]), (4, [9, 3000, 11, 500])])
-def test_transformers_is_within_twice_plain_bfloat16(ranks: int, lengths: list[int]) -> None:
+@pytest.mark.parametrize(("ranks", "kind", "lengths"), [
+    (2, "llama", [4096]), (2, "llama", [3, 1, 3000, 1, 40]), (4, "llama", [9, 3000, 11, 500]),
+    (2, "deepseek_v3", [3, 1, 3000, 1, 40])])
+def test_transformers_is_within_twice_plain_bfloat16(ranks: int, kind: str, lengths: list[int]) -> None:
     pytest.importorskip("transformers")
-    for outcome in run_processes(ranks, trains, lengths, timeout_seconds=90.0, deadline_seconds=240.0):
+    for outcome in run_processes(ranks, trains, kind, lengths, timeout_seconds=90.0, deadline_seconds=240.0):
         assert outcome.error is None, outcome
         for ours, plain in outcome.value:
             assert ours <= 2 * plain, outcome.value

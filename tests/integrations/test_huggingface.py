@@ -298,9 +298,9 @@ SMALLER: dict[str, Any] = {**SIZE, "num_hidden_layers": 1}
                                         attention_probs_dropout_prob=0)), "bert: its attention is not causal"),
     (lambda: hf.BloomModel(hf.BloomConfig(hidden_size=32, n_layer=1, n_head=2, vocab_size=97, attention_dropout=0)),
      "bloom: its attention does not go through"),
-    (lambda: hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(
-        **{**SMALLER, "num_key_value_heads": 4}, n_routed_experts=4, n_group=1, topk_group=1, q_lora_rank=8,
-        kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)), "deepseek_v3: its values have a head"),
+    (lambda: hf.GlmMoeDsaForCausalLM(hf.GlmMoeDsaConfig(
+        **{**SMALLER, "num_key_value_heads": 4}, n_routed_experts=4, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8,
+        qk_nope_head_dim=8, v_head_dim=8)), r"glm_moe_dsa: it has layers of other kinds: .*index_topk"),
     (lambda: small("llama", attention_dropout=0.1), "llama: attention_dropout is 0.1; set it to 0"),
     (lambda: torch.nn.Linear(2, 2), "Linear without a transformers model inside"),
 ])

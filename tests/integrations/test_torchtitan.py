@@ -30,11 +30,19 @@ ROWS = {
 
 
 def spec_of(name: str) -> Any:
-    """torchtitan's debug model with varlen attention, of two layers; Qwen 3 has grouped queries and query norms."""
+    """torchtitan's debug model with varlen attention, of two layers; Qwen 3 has grouped queries and query norms.
+
+    Experts are few and small; DeepSeek-V3's first layer has none, and its values have a head size of their own.
+    """
     from importlib import import_module
 
-    spec = import_module(f"torchtitan.models.{name}").model_registry("debugmodel", attn_backend="varlen")
+    module, moe, _ = name.partition("_moe")
+    spec = import_module(f"torchtitan.models.{module}").model_registry(f"debugmodel{moe}", attn_backend="varlen")
     spec.model.layers = spec.model.layers[:2]
+    for moe in [layer.moe for layer in spec.model.layers if layer.moe is not None and name != "gpt_oss"]:
+        inner, dispatcher = moe.routed_experts.inner_experts, moe.routed_experts.token_dispatcher
+        inner.hidden_dim, dispatcher.top_k, moe.router.top_k, moe.router.gate.out_features = 64, 2, 2, 4
+        moe.num_experts = inner.num_experts = dispatcher.num_experts = moe.router.num_experts = 4
     return spec
 
 
@@ -50,15 +58,16 @@ def model_of(config: Any) -> Any:
     return model
 
 
-def balanced_model(config: Any, **options: Any) -> Any:
+def balanced_model(config: Any, parallelism: Any = None, **options: Any) -> Any:
     """The model after torchtitan's own override hook, named as on its command line."""
     import json
     from types import SimpleNamespace
 
-    from torchtitan.config import ParallelismConfig
+    from torchtitan.config import DebugConfig, ParallelismConfig, TrainingConfig
     from torchtitan.config.override import OverrideConfig, apply_overrides, parse_cli_imports
 
-    config.update_from_config(config=SimpleNamespace(parallelism=ParallelismConfig()))
+    config.update_from_config(config=SimpleNamespace(parallelism=parallelism or ParallelismConfig(),
+                                                     training=TrainingConfig(), debug=DebugConfig()))
     flag = f"distca.integrations.torchtitan.enable={json.dumps(options)}"
     assert len(apply_overrides(OverrideConfig(imports=parse_cli_imports([flag])), config)) == len(config.layers)
     return model_of(config)
@@ -85,15 +94,19 @@ def replicated(size: int, checkpointing: Any = None, **options: Any) -> Any:
     return model
 
 
-def sharded(size: int, checkpointing: Any) -> Any:
-    """Qwen 3 as the trainer shards it, with FSDP2 that sums gradients, which gloo does without scaling them."""
+def sharded(name: str, size: int, checkpointing: Any = None, experts: int = 1) -> Any:
+    """A model as the trainer shards it, with FSDP2 that sums gradients, which gloo does without scaling them."""
     from torch.distributed.fsdp import FSDPModule
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims
+    from torchtitan.distributed.utils import set_spmd_backend
 
-    spec, parallelism = spec_of("qwen3"), ParallelismConfig(spmd_backend="partial_dtensor")
+    backend = "partial_dtensor"
+    spec, parallelism = spec_of(name), ParallelismConfig(spmd_backend=backend, expert_parallel_degree=experts)
+    set_spmd_backend(backend)
+    model = balanced_model(spec.model, parallelism, tolerance=0.02)
     model = spec.parallelize_fn(
-        balanced_model(spec.model, tolerance=0.02), parallel_dims=ParallelDims.from_config(parallelism, size),
+        model, parallel_dims=ParallelDims.from_config(parallelism, size),
         training=TrainingConfig(mixed_precision_param="float32"), parallelism=parallelism,
         compile_config=CompileConfig(), ac_config=checkpointing, dump_folder="")
     for module in model.modules():
@@ -176,7 +189,6 @@ def refusals() -> list[str]:
         lambda: attention.parallelize(ParallelDims(1, 1, 2, 1, 1, 1, 2)),
         lambda: attention(q, q, q, attention_masks=None),
         lambda: attention(q, q, q, attention_masks=metadata, out_transform=lambda out, lse: out),
-        lambda: attention(q, q, q[..., :4], attention_masks=metadata),
     ]
     return trainers.refusals(wrong)
 
@@ -199,7 +211,18 @@ def four_ranks(transport: C10dTransport) -> dict[str, Any]:
     torch._utils._get_available_device_type = lambda: "cpu"      # torchtitan takes a GPU for granted
     from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
-    return {"sharded": check_equal(transport, ROWS[4], "qwen3", sharded(transport.size, SelectiveAC.Config()))}
+    model = sharded("qwen3", transport.size, SelectiveAC.Config())
+    return {"sharded": check_equal(transport, ROWS[4], "qwen3", model)}
+
+
+def routed(transport: C10dTransport, name: str) -> list[bool]:
+    """Experts divided over two ranks, with unequal tokens on them. They compute in float32 here, to be compared."""
+    import torch
+
+    torch._utils._get_available_device_type = lambda: "cpu"
+    torch.Tensor.bfloat16 = lambda x: x  # type: ignore[assignment, method-assign, return-value]
+    _, moved = check_equal(transport, ROWS[transport.size], name, model := sharded(name, transport.size, None, 2))
+    return [moved, *("ep" in x.device_mesh.mesh_dim_names for key, x in model.named_parameters() if "inner_exp" in key)]
 
 
 @needs_torchtitan
@@ -211,7 +234,7 @@ def test_two_ranks_equal_one_document_at_a_time() -> None:
         trainers.assert_balanced(rank["replayed"])
     assert first["unchanged"] == [True] * 41 + [False] * 300 + [True] * 7 and second["unchanged"] == [True] * 27
     expected = ["window_size is (-1, -1)", "made no mesh of data-parallel ranks", "context_parallel_degree is 2",
-                "attention_masks is a NoneType", "passes out_transform refusals.<locals>", "values have head size 4"]
+                "attention_masks is a NoneType", "passes out_transform refusals.<locals>"]
     trainers.assert_refused(first["told"], expected)
 
 
@@ -263,6 +286,15 @@ def test_the_sinks_of_gpt_oss() -> None:
 def test_four_ranks_sharded_and_replayed_selectively() -> None:
     for outcome in values(run_processes(4, four_ranks, deadline_seconds=200.0, timeout_seconds=60.0)):
         trainers.assert_balanced(outcome["sharded"])
+
+
+@needs_torchtitan
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("name", "ranks"), [("qwen3_moe", 2), ("deepseek_v3", 2), ("deepseek_v3", 4)])
+def test_experts_over_ranks_equal_one_document_at_a_time(name: str, ranks: int) -> None:
+    layers = 2 if name == "qwen3_moe" else 1
+    found = values(run_processes(ranks, routed, name, deadline_seconds=200.0, timeout_seconds=60.0))
+    assert found == [[True] * (1 + 3 * layers)] * ranks
 
 
 @needs_torchtitan

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from distca.models import ARCHITECTURES, CONFIG, read_config, shape_of_config
+from distca.models import ARCHITECTURES, CONFIG, IN_YOUR_TRAINER, read_config, shape_of_config
 from distca.train.model.decoder import Decoder, write_parameter
 from distca.train.model.shape import (
     FAMILIES,
@@ -58,7 +58,7 @@ def shape_from_hf(path: str | Path) -> DecoderShape:
     if not isinstance(kind, str) or kind not in FAMILIES:
         about = "has experts or another decoder than these" if kind in ARCHITECTURES else "is not known"
         raise UserError(f"{file} has model_type {short(kind)}, which {about} and cannot be trained; supported are: "
-                        f"{', '.join(FAMILIES)}")
+                        f"{', '.join(FAMILIES)}; or {IN_YOUR_TRAINER}")
     for field, values in _TRAINED.items():
         if field not in _UNREAD[kind] and config.get(field, values[0]) not in values:
             raise UserError(f"{file} has {field} {short(config[field])}; only {values[0]!r} can be trained: change it "
@@ -72,7 +72,7 @@ def shape_from_hf(path: str | Path) -> DecoderShape:
     if model.experts is not None or model.latent is not None:
         what = "experts" if model.experts is not None else "latent attention"
         raise UserError(f"{file} has {what}, which cannot be trained; supported are dense models of type: "
-                        f"{', '.join(FAMILIES)}")
+                        f"{', '.join(FAMILIES)}; or {IN_YOUR_TRAINER}")
     rope, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     if rope and scaling and rope != scaling:
         raise UserError(f"{file} has rope_parameters {short(rope)} and rope_scaling {short(scaling)}; leave out one")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from distca.models import IN_YOUR_TRAINER, MODELS
 from distca.planning.schedule import layers_of_stages
 from distca.planning.windows import windows_by_depth
 from distca.train.model.shape import SIZES, DecoderShape, decoder_shape
@@ -102,6 +103,8 @@ INPUTS_AND_OUTPUTS: list[Rule] = [
 def check_settings(settings: Settings) -> None:
     """Raise a one-line UserError if no machine can run these settings."""
     for known in known_settings().values():
+        if known.name == "model.name" and (one := MODELS.get(settings.model.name)) and one.experts:
+            raise UserError(f"model.name is {one.name!r}, whose experts distca train does not have; {IN_YOUR_TRAINER}")
         check_limits(known, settings.value(known.name))
     _check(settings, MODEL_AND_RANKS)
     if not settings.model.load and not settings.model.config:

@@ -255,7 +255,7 @@ def test_settings_that_contradict_are_one_line(values: dict[str, Any], words: st
 
 @pytest.mark.parametrize(("family", "changes", "words"), [
     ("llama", {"model_type": "gpt2"}, "model_type 'gpt2', which is not known .* supported are: llama, mistral, qwen2"),
-    ("llama", {"model_type": "mixtral"}, "model_type 'mixtral', which has experts"),
+    ("llama", {"model_type": "mixtral"}, "model_type 'mixtral', which has experts .*; or train it in .* with enable"),
     ("llama", {"model_type": "deepseek_v3"}, "model_type 'deepseek_v3', which has experts or another decoder"),
     ("llama", {"model_type": None}, "model_type None"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),

@@ -20,6 +20,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
     ({"model.tile_tokens": 64}, r"model.tile_tokens is 64 but model.recompute is 'none'; set it to 'full'"),
     ({"model.offload": 2.0, "model.recompute": "selective"}, r"model.offload is 2.0 but .* is 'selective'"),
     ({"model.recompute": "some"}, r"model.recompute is 'some'; .*choose one of: none, selective, full"),
+    ({"model.name": "qwen3-30b-a3b"}, r"model.name is 'qwen3-30b-a3b', whose experts .*; train it in .* with enable"),
     ({"model.compile": "yes"}, r"model.compile is 'yes'; .*choose one of: auto, on, off"),
     ({"model.offload": -1.0}, r"model.offload is -1.0; give a number of at least 0"),
 ])
