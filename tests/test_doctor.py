@@ -1,0 +1,185 @@
+"""The examination of a group of ranks: what is planted in one of them is named, and who hangs ends the wait."""
+
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from distca.models import model_named
+from distca.planning.traffic import two_hops_pay
+from distca.profiling import doctor
+from distca.profiling.roll_call import RollCall
+from distca.report.doctor import page, report
+from distca.runtime.transport import C10dTransport
+from tests.support.processes import ProcessOutcome, run_processes, values
+
+
+def examined(transport: C10dTransport, nodes: list[str], fault: str, said: str, timeout_seconds: float) -> Any:
+    """Examine a group that stands already, with a fault in one of its ranks; return the report."""
+    rank = transport.rank
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = transport.gather(store.port, torch.device("cpu"))[0]
+    call = RollCall(TCPStore("127.0.0.1", port, wait_for_workers=False), rank, transport.size,
+                    timeout_seconds=timeout_seconds, report=Path(said, str(rank)).write_text, holds_store=rank == 0)
+    platform.node = lambda: nodes[rank]  # type: ignore[assignment]
+    doctor.start_group = lambda *_, **__: None                   # type: ignore[assignment]
+    globals()[fault](rank)
+    try:
+        ranks = doctor.examine(call, torch.device("cpu"), transport.size)
+    except RuntimeError as error:
+        call.lost(error)
+    call.close()
+    return report(ranks)
+
+
+def nothing(rank: int) -> None:
+    pass
+
+
+def off_by_a_little(rank: int) -> None:
+    """Rank 2 computes attention that is 1 % off, rank 1 is five times slower than it is, rank 3 has another Python."""
+    from distca.kernels.sdpa import SdpaKernel
+
+    exact, measure = SdpaKernel.forward, doctor.speed
+    if rank == 1:
+        doctor.speed = lambda device: measure(device) | {"linear_seconds": 1e3}
+    if rank == 2:
+        SdpaKernel.forward = lambda self, *args: (exact(self, *args)[0] * 1.01, exact(self, *args)[1])  # type: ignore[method-assign, assignment]
+    if rank == 3:
+        platform.python_version = lambda: "3.99.0"  # type: ignore[assignment]
+
+
+def slow_link(rank: int) -> None:
+    """What rank 0 and 1 send each other by way of the shift of 1 takes a second; both say so, as both wait."""
+    def seconds(transport: C10dTransport, device: object, send: list[int], receive: list[int]) -> np.ndarray:
+        distance = (send.index(max(send)) - transport.rank) % transport.size
+        return np.array([[1.0 if distance == 1 and one < 2 else 0.01 for one in range(transport.size)]]) * max(send)
+
+    doctor.exchange_seconds = seconds  # type: ignore[assignment]
+
+
+def hanging_link(rank: int) -> None:
+    """Rank 1 waits for what comes from rank 0, the other ranks have theirs."""
+    exchange = C10dTransport.exchange
+
+    def hang(self: C10dTransport, send: torch.Tensor, send_splits: list[int], recv_splits: list[int]) -> Any:
+        handle = exchange(self, send, send_splits, recv_splits)
+        time.sleep(100 if self.rank == 1 and recv_splits[0] else 0)
+        return handle
+
+    C10dTransport.exchange = hang  # type: ignore[method-assign]
+    doctor.LINK_BYTES = {"cpu": (4_096, 64)}
+
+
+def dying(rank: int) -> None:
+    """Rank 1 is killed in the middle of attention."""
+    if rank == 1:
+        doctor.compared = lambda *_: os._exit(9)  # type: ignore[assignment, return-value]
+
+
+def failing(rank: int) -> None:
+    """Rank 1's GPU fails, so to say."""
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+
+    if rank == 1:
+        doctor.compared = fail  # type: ignore[assignment]
+
+
+def another_torch(rank: int) -> None:
+    if rank == 1:
+        versions = doctor.versions
+        doctor.versions = lambda: versions() | {"torch": "1.0"}
+
+
+def run(size: int, nodes: str, fault: str, tmp_path: Path, timeout_seconds: float = 60.0) -> list[ProcessOutcome]:
+    names = [f"node{node}" for node in nodes]
+    return run_processes(size, examined, names, fault, str(tmp_path), timeout_seconds)
+
+
+def named(tmp_path: Path) -> str:
+    """The one line that one rank said."""
+    (said,) = tmp_path.iterdir()
+    return said.read_text()
+
+
+@pytest.mark.multiprocess
+def test_two_ranks_that_are_well(tmp_path: Path) -> None:
+    first, second = values(run(2, "00", "nothing", tmp_path))
+    assert first == second and first["ok"] and not first["problems"]
+    for one in first["ranks"]:
+        (attention,) = one["attention"]
+        assert attention["moved"] == 2 and sorted(attention["servers"]) == [0, 1] and attention["hops"] == 1
+        assert 0 < max(*attention["off"], attention["keys_off"]) < attention["allowed"]
+    assert first["links"]["inside nodes"]["links"] == 2 and set(first["links"]) == {"inside nodes"}
+    text = "\n".join(page(first))
+    assert "exact over transport c10d, 2 of 4 tasks moved" in text and "node0: ranks 0-1" in text
+    assert len(page(first)) < 30 and "distca train" in text
+
+
+@pytest.mark.multiprocess
+def test_what_is_wrong_or_slow_is_named(tmp_path: Path) -> None:
+    """Two nodes of two ranks, so that attention also goes in two hops."""
+    found = values(run(4, "0011", "off_by_a_little", tmp_path))[0]
+    assert not found["ok"]
+    python, c10d, flat = found["problems"]
+    assert python.startswith("python differs: ") and "3.99.0 on rank 3; give" in python
+    for name, line in (("c10d", c10d), ("flat", flat)):
+        assert line.startswith(f"rank 2 (node1) computes wrong attention over transport {name}, off by 1.0e-02 of")
+    assert [(one["transport"], one["hops"]) for one in found["ranks"][0]["attention"]] == [("c10d", 2), ("flat", 1)]
+    assert [note for note in found["notes"] if note.startswith("rank 1 (node0): matrix products take ")]
+    assert {kind: some["links"] for kind, some in found["links"].items()} == {"inside nodes": 4, "between nodes": 8}
+
+
+@pytest.mark.multiprocess
+def test_a_slow_link_is_named(tmp_path: Path) -> None:
+    found = values(run(4, "0123", "slow_link", tmp_path))[0]
+    slow = [note for note in found["notes"] if "link" in note]
+    assert found["ok"] and len(slow) == 1
+    assert slow[0].startswith("the link between nodes from rank 0 (node0) to rank 1 (node1) has 1e-09 GB/s, 1e+02 times")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("fault", "line"), [
+    ("hanging_link", "rank 1 (node1) has not finished within 4 s (--timeout-seconds): sending 4,096 bytes to rank "),
+    ("dying", "rank 1 (node1) ended or is stopped during attention over transport c10d"),
+    ("failing", "rank 1 (node1) failed during attention over transport c10d: CUDA error: an illegal memory access was "
+                "encountered"),
+])
+def test_who_hangs_ends_or_fails_is_named_by_one_rank(fault: str, line: str, tmp_path: Path) -> None:
+    outcomes = run(3, "012", fault, tmp_path, 4.0 if fault == "hanging_link" else 60.0)
+    assert named(tmp_path).startswith(line)
+    assert [outcome.exit_code for outcome in outcomes] == [1, 9 if fault == "dying" else 1, 1]
+
+
+@pytest.mark.multiprocess
+def test_ranks_with_another_torch_call_nothing_together(tmp_path: Path) -> None:
+    found = values(run(2, "00", "another_torch", tmp_path))[0]
+    (line,) = found["problems"]
+    assert line == f"torch differs: {torch.__version__} on rank 0, 1.0 on rank 1; give all ranks the same. Nothing else " \
+        "was examined"
+    assert "attention" not in found["ranks"][0] and page(found)[-2].startswith("WRONG      torch differs")
+
+
+@pytest.mark.parametrize("nodes", [[0], [0, 0], [0, 0, 0], [0, 0, 1, 1], [0] * 16, list(range(40)),
+                                   [rank // 8 for rank in range(64)], [0] * 3 + [1] * 2])
+def test_the_plan_is_exact_and_uses_the_links_that_are_measured(nodes: list[int]) -> None:
+    node = np.array(nodes)
+    plan = doctor.moving_plan(node, model_named("tiny"))
+    plan.validate()
+    behind = (plan.tasks.server - plan.tasks.home) % len(node)
+    used = {(home, distance) for home, distance in zip(plan.tasks.home.tolist(), behind.tolist(), strict=True) if distance}
+    assert used == {(home, distance) for home in range(len(node)) for distance in doctor.shifts(node)}
+    if len(node) <= 16:
+        assert doctor.shifts(node) == list(range(1, len(node)))
+    apart = {bool(node[home] != node[(home + distance) % len(node)]) for home, distance in used}
+    assert apart == ({False, True} if 1 < len(set(nodes)) < len(nodes) else {len(set(nodes)) > 1} if used else set())
+    if 1 < len(set(nodes)) < len(nodes):
+        assert two_hops_pay(plan.layout, plan.tasks, node, plan.model)
+    assert plan.layout.tokens_per_rank().max() <= 17 * 128
