@@ -57,16 +57,16 @@ def _local_ranks(device: str) -> int:
 def examine_rank(settings: Settings, *, as_json: bool, file: Path | None = None) -> int:
     """Examine the group as one of its ranks; rank 0 writes the report to the file, or shows it if there is none."""
     from distca.profiling.doctor import examine
-    from distca.profiling.roll_call import RollCall, meeting_stores
+    from distca.profiling.roll_call import RollCall
 
     logging.getLogger("distca").setLevel(logging.WARNING)
-    env, timeout = this_rank(), settings.run.timeout_seconds
-    store, own, holds = meeting_stores(env.address, env.port, env.rank, timeout)
-    call = RollCall(own, env.rank, env.world, timeout_seconds=timeout, report=report_end, holds_store=holds)
+    env = this_rank()
+    call = RollCall(env.address, env.port, env.rank, env.world, timeout_seconds=settings.run.timeout_seconds,
+                    report=report_end)
     try:
         with progress() if env.rank == 0 else nullcontext(lambda name: None) as update:
             found = report(examine(call, device_for(settings, env.local_rank), env.local_world, update,
-                                   store=store, rank=env.rank, world_size=env.world))
+                                   store=call.for_torch, rank=env.rank, world_size=env.world))
     except (RuntimeError, OSError, ValueError) as error:
         call.lost(error)
     code = int(not found["ok"])

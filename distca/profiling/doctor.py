@@ -40,6 +40,7 @@ MUST_AGREE = ("distca", "torch", "nccl")  # ranks that differ in these may hang 
 ALL_LINKS = 16                # ranks up to which every link is used
 LINK_BYTES = {"cpu": (2**22, 4_096), "cuda": (2**26, 4_096)}  # large first: they may hang where small ones pass
 ATTENTION_CALLS = 2           # the first prepares and compiles; both are compared
+ROW_TILES = {"cpu": 2, "cuda": 8}  # of a rank at least, in which attention is compared
 SHARD = {"cpu": (256, 1_024), "cuda": (4_096, 16_384)}  # queries and keys whose speed is measured
 GROUP_GRACE_SECONDS = 30.0    # the roll call names who hangs before the process group gives up
 BOOT, DRIVER = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/driver/nvidia/version")
@@ -124,10 +125,10 @@ def links(call: RollCall, transport: Transport, device: torch.device, node: np.n
     return found
 
 
-def moving_plan(node: np.ndarray, model: ModelShape) -> Plan:
+def moving_plan(node: np.ndarray, model: ModelShape, row_tiles: int) -> Plan:
     """Return a plan of documents over two ranks, each rank's queries divided among it and the ranks behind it."""
     size, away = len(node), np.array([0, *shifts(node)])
-    tile = TILE * max(1, 8 // len(away))
+    tile = TILE * max(1, row_tiles // len(away))
     tokens = tile * len(away)
     layout = pack([2 * tokens] * (size // 2) + [tokens] * (size % 2), ranks=size)
     home, part = np.repeat(np.arange(size), len(away)), np.tile(np.arange(len(away)), size)
@@ -151,7 +152,7 @@ def attention(call: RollCall, device: torch.device, node: np.ndarray, name: str)
     call.step(f"attention over transport {name}")
     hops = 2 if isinstance(attend.transport, HierarchicalTransport) else 1
     return {"transport": name, "refused": None, "over": type(attend.transport).__name__, "hops": hops,
-            **compared(attend, moving_plan(node, model), device, dtype)}
+            **compared(attend, moving_plan(node, model, ROW_TILES[device.type]), device, dtype)}
 
 
 def compared(attend: CoreAttention, plan: Plan, device: torch.device, dtype: torch.dtype) -> Record:

@@ -26,34 +26,26 @@ SILENT_SECONDS = 2.0   # without a sign of life
 MAX_NAMED = 8          # ranks in one line
 
 
-def meeting_stores(
-    address: str, port: int, rank: int, timeout_seconds: float
-) -> tuple[dist.Store, dist.Store, bool]:
-    """Return two connections to the ranks' store, one for torch, which waits inside its own, and one for a RollCall.
+class RollCall:
+    """One rank's part of the roll call, until `close`. `report` says why the ranks end; then the process ends.
 
-    Torchrun and our launcher hold the store; under srun rank 0 does, which is the last that is returned.
+    Torchrun and our launcher hold the store; under srun rank 0 does. Torch waits inside its connection to the store, so
+    it gets its own, `for_torch`.
     """
-    holds, stores = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True", []
-    for name, is_master in (("torch", holds), ("roll call", False)):
+
+    def __init__(
+        self, address: str, port: int, rank: int, world: int, *, timeout_seconds: float, report: Callable[[str], object]
+    ) -> None:
+        self.rank, self.world, self.timeout_seconds, self.report = rank, world, timeout_seconds, report
+        self.holds_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         try:
-            store = dist.TCPStore(address, port, is_master=is_master, wait_for_workers=False,
-                                  timeout=timedelta(seconds=timeout_seconds))
+            self.for_torch, self.store = (dist.PrefixStore(f"{name}/{attempt}", dist.TCPStore(
+                address, port, is_master=is_master, wait_for_workers=False, timeout=timedelta(seconds=timeout_seconds)))
+                for name, is_master in (("torch", self.holds_store), ("roll call", False)))
         except dist.DistError as error:
             raise UserError(f"rank {rank} does not reach rank 0 at {address}:{port} within {timeout_seconds:g} s; "
                             f"start it, or check MASTER_ADDR and the firewall ({first_line(error)})") from None
-        stores.append(dist.PrefixStore(f"{name}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store))
-    return stores[0], stores[1], holds
-
-
-class RollCall:
-    """One rank's part of the roll call, until `close`. `report` says why the ranks end; then the process ends."""
-
-    def __init__(
-        self, store: dist.Store, rank: int, world: int, *, timeout_seconds: float, report: Callable[[str], object],
-        holds_store: bool = False,
-    ) -> None:
-        self.store, self.rank, self.world, self.holds_store = store, rank, world, holds_store
-        self.timeout_seconds, self.report = timeout_seconds, report
         self.name = f"rank {rank}"                               # with its host, once that is known
         self.count, self.what, self.since = 0, "", time.monotonic()
         self._closed, self._ending = threading.Event(), threading.Lock()
@@ -68,17 +60,16 @@ class RollCall:
         """Return the values of all ranks, in rank order, on every rank."""
         self.step(what)
         self.store.set(f"{self.count}/{self.rank}", json.dumps(value))
-        self._all_came(str(self.count))
+        self.store.add(f"{self.count}", 1)
+        while self.store.add(f"{self.count}", 0) < self.world:   # `_watch` ends the process where a rank does not come
+            time.sleep(BEAT_SECONDS / 10)
         return [json.loads(one) for one in self.store.multi_get([f"{self.count}/{rank}" for rank in range(self.world)])]
 
     def close(self) -> None:
-        """Wait until all ranks have come, and until they have left where this process holds their store."""
+        """Wait until all ranks have come to their end."""
         self.gather("the end", None)
         self._closed.set()
-        if self.holds_store:
-            self._all_came("left")
-        else:
-            self.store.add("left", 1)
+        time.sleep(SILENT_SECONDS if self.holds_store else 0)    # in which the others read that
 
     def lost(self, error: Exception | None = None) -> NoReturn:
         """End this process, and say why, unless another rank does."""
@@ -91,7 +82,7 @@ class RollCall:
             while not self.store.check(["ended"]) and time.monotonic() < deadline:
                 self.store.add(f"beat/{self.rank}", 1)           # instead of the thread, which may be here
                 time.sleep(BEAT_SECONDS)
-            time.sleep(SILENT_SECONDS if self.holds_store else 0)  # in which the others read that
+            time.sleep(SILENT_SECONDS if self.holds_store else 0)
         except RuntimeError as unreachable:
             self.report(f"{self.name}: rank 0 or its launcher, which holds the ranks' store, does not answer "
                         f"({first_line(error or unreachable)})")
@@ -114,11 +105,6 @@ class RollCall:
         named = silent or [rank for rank in at if at[rank][0] == least]
         fate = "ended or is stopped during" if silent else f"has not finished {within}:"
         return "; ".join(f"{at[rank][1]} {fate} {at[rank][2]}" for rank in named[:MAX_NAMED])
-
-    def _all_came(self, key: str) -> None:
-        self.store.add(key, 1)
-        while self.store.add(key, 0) < self.world:               # `_watch` ends the process where one does not come
-            time.sleep(BEAT_SECONDS / 10)
 
     def _watch(self) -> None:
         while not self._closed.wait(BEAT_SECONDS):

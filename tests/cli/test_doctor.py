@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tomllib
@@ -18,6 +17,7 @@ import torch
 import distca
 from distca.cli import doctor as command
 from distca.report.doctor import EXTRAS
+from tests.support.processes import free_port
 
 ROOT = Path(distca.__file__).parents[1]
 Run = Callable[..., tuple[int, str, str]]
@@ -26,12 +26,6 @@ TYPES = {"format": str, "version": int, "ok": bool, "problems": list, "notes": l
 RANK_TYPES = {"name": str, "host": str, "machine": str, "kind": str, "device": str, "gpu": (str, type(None)),
               "memory_bytes": (int, type(None)), "versions": dict, "kernels": dict, "links": list, "attention": list,
               "speed": dict}
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:

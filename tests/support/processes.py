@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import runpy
+import socket
 import sys
 import tempfile
 import time
@@ -66,6 +67,12 @@ def run_processes(
             for process in processes:
                 process.kill()
                 process.join()
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on at the moment."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
 
 
 def values(outcomes: Sequence[ProcessOutcome]) -> list[Any]:
