@@ -18,7 +18,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import distca
 from distca import profiling
 from distca.cost.attention_time import AttentionTime, shipped_names, shipped_table
 from distca.kernels import KERNELS, dense_attention, kernel_named
@@ -81,7 +80,7 @@ def examine(
 def facts(device: torch.device) -> Record:
     """Return what this rank runs on and with, and for each kernel why it does not run here, if so."""
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    known = {"distca": distca.__version__, "python": platform.python_version(), **versions(), "numpy": np.__version__}
+    known = {"python": platform.python_version(), **versions(), "numpy": np.__version__}
     if gpu is not None and dist.is_nccl_available():
         known["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     if DRIVER.exists() and (driver := re.search(r"\d+\.\d+[.\d]*", DRIVER.read_text(encoding="utf-8"))):

@@ -69,7 +69,7 @@ class RollCall:
         """Wait until all ranks have come to their end."""
         self.gather("the end", None)
         self._closed.set()
-        time.sleep(SILENT_SECONDS if self.holds_store else 0)    # in which the others read that
+        time.sleep(4 * BEAT_SECONDS if self.holds_store else 0)  # in which the others read that
 
     def lost(self, error: Exception | None = None) -> NoReturn:
         """End this process, and say why, unless another rank does."""
@@ -82,7 +82,7 @@ class RollCall:
             while not self.store.check(["ended"]) and time.monotonic() < deadline:
                 self.store.add(f"beat/{self.rank}", 1)           # instead of the thread, which may be here
                 time.sleep(BEAT_SECONDS)
-            time.sleep(SILENT_SECONDS if self.holds_store else 0)
+            time.sleep(4 * BEAT_SECONDS if self.holds_store else 0)
         except RuntimeError as unreachable:
             self.report(f"{self.name}: rank 0 or its launcher, which holds the ranks' store, does not answer "
                         f"({first_line(error or unreachable)})")

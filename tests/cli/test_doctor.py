@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ import torch
 import distca
 from distca.cli import doctor as command
 from distca.report.doctor import EXTRAS
+from distca.train.settings import Settings
 from tests.support.processes import free_port
 
 ROOT = Path(distca.__file__).parents[1]
@@ -40,7 +44,8 @@ def check_schema(found: dict[str, Any], ranks: int) -> None:
     for one in found["ranks"]:
         assert set(one) == set(RANK_TYPES)
         assert all(isinstance(one[name], kinds) for name, kinds in RANK_TYPES.items())
-        assert one["versions"]["torch"] == torch.__version__ and one["versions"]["distca"] == distca.__version__
+        assert one["versions"]["torch"] == torch.__version__
+        assert one["versions"].get("distca", distca.__version__) == distca.__version__  # of the installed package
         assert one["kernels"]["sdpa"] is None and "NVIDIA" in one["kernels"]["hopper"]
         assert len(one["links"]) == ranks - 1
         assert {"transport", "refused", "hops", "servers", "tasks", "moved", "allowed", "off", "keys_off"} <= set(
@@ -112,3 +117,24 @@ def test_extras_are_the_packages() -> None:
     named = {extra: {line.partition(";")[0].partition(">")[0].strip() for line in lines}
              for extra, lines in project.items() if extra != "dev"}
     assert {extra: set(packages) for extra, (_, packages) in EXTRAS.items()} == named
+
+
+def test_commands_of_the_guide_are_ones_that_start(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+
+    def run_ranks(settings: Settings, main: partial[int]) -> int:
+        started.append(settings.run.ranks)
+        if file := main.keywords.get("file"):
+            file.write_text(json.dumps(command.report([])))
+        return 0
+
+    monkeypatch.setattr(command, "run_ranks", run_ranks)
+    guide = (ROOT / "docs/guide/doctor.md").read_text(encoding="utf-8")
+    commands = [shlex.split(line, comments=True) for block in re.findall(r"^```bash\n(.*?)^```", guide, re.S | re.M)
+                for line in block.splitlines()]
+    assert {words[0] for words in commands} == {"distca", "torchrun", "srun"}
+    for words in commands:
+        assert words[words.index("distca") + 1] == "doctor"
+        code, _, err = run(*words[words.index("distca") + 1:])
+        assert (code, err) == (1, "")                            # the made-up report says that torch is missing
+    assert started[:2] == [torch.cuda.device_count() if torch.cuda.is_available() else 2, 1]
