@@ -23,6 +23,8 @@ from distca.train.settings.checks import check_settings
 from distca.train.settings.preflight import device_for
 from distca.validation import MAX_LOCAL_RANKS, check_whole, write_own
 
+GROUP_GRACE_SECONDS = 30  # the roll call names who hangs before the process group gives up
+
 
 def doctor_command(
     ranks: Annotated[int | None, number(
@@ -58,15 +60,18 @@ def examine_rank(settings: Settings, *, as_json: bool, file: Path | None = None)
     """Examine the group as one of its ranks; rank 0 writes the report to the file, or shows it if there is none."""
     from distca.profiling.doctor import examine
     from distca.profiling.roll_call import RollCall
+    from distca.train.trainer import start_group
 
     logging.getLogger("distca").setLevel(logging.WARNING)
-    env = this_rank()
-    call = RollCall(env.address, env.port, env.rank, env.world, timeout_seconds=settings.run.timeout_seconds,
-                    report=report_end)
+    env, timeout = this_rank(), settings.run.timeout_seconds
+    patient = settings.with_values({"run.timeout_seconds": timeout + GROUP_GRACE_SECONDS})
+    call = RollCall(env.address, env.port, env.rank, env.world, timeout_seconds=timeout, report=report_end)
     try:
-        with progress() if env.rank == 0 else nullcontext(lambda name: None) as update:
-            found = report(examine(call, device_for(settings, env.local_rank), env.local_world, update,
-                                   store=call.for_torch, rank=env.rank, world_size=env.world))
+        with progress(4) if env.rank == 0 else nullcontext(lambda name: None) as update:
+            device = device_for(settings, env.local_rank)
+            join = partial(start_group, patient, device, env.local_world, store=call.for_torch, rank=env.rank,
+                           world_size=env.world)
+            found = report(examine(call, device, join, update))
     except (RuntimeError, OSError, ValueError) as error:
         call.lost(error)
     code = int(not found["ok"])

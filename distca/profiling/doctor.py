@@ -28,7 +28,6 @@ from distca.profiling.machine import cpu_name, versions
 from distca.profiling.network import exchange_seconds, fit
 from distca.profiling.roll_call import RollCall
 from distca.runtime.attention import CoreAttention
-from distca.runtime.liveness import start_group
 from distca.runtime.transport import C10dTransport, HierarchicalTransport, Transport
 from distca.spec import ModelShape
 from distca.validation import UserError
@@ -41,16 +40,14 @@ LINK_BYTES = {"cpu": (2**22, 4_096), "cuda": (2**26, 4_096)}  # large first: the
 ATTENTION_CALLS = 2           # the first prepares and compiles; both are compared
 ROW_TILES = {"cpu": 2, "cuda": 8}  # of a rank at least, in which attention is compared
 SHARD = {"cpu": (256, 1_024), "cuda": (4_096, 16_384)}  # queries and keys whose speed is measured
-GROUP_GRACE_SECONDS = 30.0    # the roll call names who hangs before the process group gives up
 BOOT, DRIVER = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/driver/nvidia/version")
 Record = dict[str, Any]
 
 
 def examine(
-    call: RollCall, device: torch.device, local_world: int, update: Callable[[str], object] = lambda _: None,
-    **meeting: Any
+    call: RollCall, device: torch.device, join: Callable[[], object], update: Callable[[str], object] = lambda _: None
 ) -> list[Record]:
-    """Return the records of all ranks, on every rank; `meeting` is for `start_group`."""
+    """Return the records of all ranks, on every rank; `join` starts the process group, `update` reports progress."""
     record = facts(device)
     record["name"] = call.name = (f"{call.name} ({record['host']}"
                                   f"{'' if device.index is None else f', GPU {device.index}'})")
@@ -60,7 +57,7 @@ def examine(
         return ranks
     node = Topology.of_hosts([one["host"] for one in ranks]).node
     call.step("connecting the ranks by gloo, over the network that GLOO_SOCKET_IFNAME names")
-    start_group(device, local_world, call.timeout_seconds + GROUP_GRACE_SECONDS, **meeting)
+    join()
     update("links")
     record["links"] = links(call, C10dTransport(), device, node)
     update("attention")
@@ -113,8 +110,7 @@ def links(call: RollCall, transport: Transport, device: torch.device, node: np.n
         for num_bytes in LINK_BYTES[device.type]:
             splits = [[num_bytes * (other == peer) for other in range(size)] for peer in (to, source)]
             call.step(f"sending {num_bytes:,} bytes to rank {to} and receiving as many from rank {source}")
-            received = transport.exchange(torch.zeros(num_bytes, dtype=torch.uint8, device=device), *splits).wait()
-            assert not received.any()                            # waits for the GPU
+            transport.exchange(torch.zeros(num_bytes, dtype=torch.uint8, device=device), *splits).wait().cpu()
             call.step("the exchanges of all ranks")
             taken = np.median(exchange_seconds(transport, device, *splits), axis=0)
             seconds.append(min(taken[rank], taken[to]))
@@ -199,7 +195,7 @@ def speed(device: torch.device) -> Record:
         if all(table.metadata.get(name) == about[name] for name in ("device", "kernel")):
             time = AttentionTime.of(table, chosen.model)
             found |= {"table": table.name, "table_seconds": [
-                float(time.servers(*(np.full(count, x) for x in (q_len, kv_len, 0)), 1, bool(way))[0])
+                float(time.servers(np.full(count, q_len), np.full(count, kv_len), np.zeros(count, int), 1, bool(way))[0])
                 for way, (count, _) in enumerate(calls)]}
     return found
 

@@ -77,7 +77,7 @@ class RollCall:
         try:
             if self.store.add("speaker", 1) == 1:
                 self.report(self._line(error))
-                self.store.set("ended", b"1")
+                self.store.set("ended", "yes")
             deadline = time.monotonic() + 2 * SILENT_SECONDS
             while not self.store.check(["ended"]) and time.monotonic() < deadline:
                 self.store.add(f"beat/{self.rank}", 1)           # instead of the thread, which may be here

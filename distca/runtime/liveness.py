@@ -157,19 +157,6 @@ def oldest_nccl_seconds() -> float:
     return max((time.time() - entry["time_created_ns"] / 1e9 for entry in active), default=0.0)
 
 
-def start_group(device: torch.device, local_world: int, timeout_seconds: float, **meeting: Any) -> None:
-    """Join the launcher's process group, over NCCL if no two ranks share a GPU, else over gloo.
-
-    `meeting` are the arguments of init_process_group that replace the launcher's address: store, rank, world_size.
-    """
-    own_gpu = device.type == "cuda" and local_world <= torch.cuda.device_count()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    one_worker_per_group()
-    dist.init_process_group("cpu:gloo,cuda:nccl" if own_gpu else "gloo", timeout=timedelta(seconds=timeout_seconds),
-                            **meeting)
-
-
 @cache
 def one_worker_per_group() -> None:
     """Give every gloo group created from now on a single worker thread; torch has no option for this."""

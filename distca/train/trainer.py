@@ -30,7 +30,7 @@ from distca.planning.plan import Plan
 from distca.planning.step import StepPlan
 from distca.runtime.attention import CoreAttention
 from distca.runtime.dedicated import stop_servers
-from distca.runtime.liveness import TRIM_STEPS, Liveness, is_lost, return_freed_memory, start_group
+from distca.runtime.liveness import TRIM_STEPS, Liveness, is_lost, one_worker_per_group, return_freed_memory
 from distca.runtime.pipeline import Pipeline
 from distca.runtime.recorder import Recorder
 from distca.trace import StepTrace, write_chrome_trace
@@ -62,7 +62,7 @@ def run(settings: Settings) -> int:
     """Run one rank; return 0 after the last step, or after saving if the run was asked to stop."""
     env = launch.this_rank()
     device = device_for(settings, env.local_rank)
-    start_group(device, env.local_world, settings.run.timeout_seconds)
+    start_group(settings, device, env.local_world)
     ranks = Liveness(settings.run.timeout_seconds, launch.end_rank).start()
     finished = False
     try:
@@ -81,6 +81,19 @@ def run(settings: Settings) -> int:
     if env.rank == 0 and finished and settings.checkpoint.export:
         export_newest(step_folders(Path(settings.checkpoint.folder)), Path(settings.checkpoint.export))
     return 0
+
+
+def start_group(settings: Settings, device: torch.device, local_world: int, **meeting: Any) -> None:
+    """Join the launcher's process group, over NCCL if no two ranks share a GPU, else over gloo.
+
+    `meeting` may be the store, rank and world_size of init_process_group, in place of the launcher's address.
+    """
+    own_gpu = device.type == "cuda" and local_world <= torch.cuda.device_count()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    one_worker_per_group()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if own_gpu else "gloo",
+                            timeout=timedelta(seconds=settings.run.timeout_seconds), **meeting)
 
 
 class Trainer:

@@ -27,7 +27,7 @@ ROOT = Path(distca.__file__).parents[1]
 Run = Callable[..., tuple[int, str, str]]
 TYPES = {"format": str, "version": int, "ok": bool, "problems": list, "notes": list, "missing": dict, "links": dict,
          "ranks": list}
-RANK_TYPES = {"name": str, "host": str, "machine": str, "kind": str, "device": str, "gpu": (str, type(None)),
+RANK_TYPES: dict[str, Any] = {"name": str, "host": str, "machine": str, "kind": str, "device": str, "gpu": (str, type(None)),
               "memory_bytes": (int, type(None)), "versions": dict, "kernels": dict, "links": list, "attention": list,
               "speed": dict}
 
