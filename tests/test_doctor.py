@@ -3,6 +3,7 @@
 import os
 import platform
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from distca import profiling
+from distca.cost.attention_time import shipped_table
 from distca.models import model_named
 from distca.planning.traffic import two_hops_pay
 from distca.profiling import doctor
+from distca.profiling.machine import cpu_name
 from distca.profiling.roll_call import RollCall
 from distca.report.doctor import page, report
 from distca.runtime.transport import C10dTransport, LoopbackWorld, Transport
@@ -47,7 +51,8 @@ def off_by_a_little(rank: int) -> None:
     if rank == 1:
         doctor.speed = lambda device: measure(device) | {"linear_seconds": 1e3}
     if rank == 2:
-        SdpaKernel.forward = lambda self, *args: (exact(self, *args)[0] * 1.01, exact(self, *args)[1])
+        SdpaKernel.forward = (  # type: ignore[method-assign]
+            lambda self, *args: (exact(self, *args)[0] * 1.01, exact(self, *args)[1]))
     if rank == 3:
         platform.python_version = lambda: "3.99.0"
 
@@ -61,7 +66,7 @@ def hanging_link(rank: int) -> None:
         time.sleep(100 if self.rank == 1 and recv_splits[0] else 0)
         return handle
 
-    C10dTransport.exchange = hang
+    C10dTransport.exchange = hang  # type: ignore[method-assign]
     doctor.LINK_BYTES = {"cpu": (4_096, 64)}
 
 
@@ -73,7 +78,7 @@ def dying(rank: int) -> None:
 
 def failing(rank: int) -> None:
     """Rank 1's GPU fails, so to say."""
-    def fail(*_: object) -> None:
+    def fail(*_: object) -> doctor.Record:
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
 
     if rank == 1:
@@ -180,3 +185,20 @@ def test_the_plan_is_exact_and_uses_the_links_that_are_measured(nodes: list[int]
     if 1 < len(set(nodes)) < len(nodes):
         assert two_hops_pay(plan.layout, plan.tasks, node, plan.model)
     assert plan.layout.tokens_per_rank().max() <= 17 * 128
+
+
+def test_the_kernel_is_timed_beside_the_table_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table made up for this CPU: a call of one short shard takes the launch and that shard's tail on an idle GPU."""
+    shipped = shipped_table("h200")
+    about = {**shipped.metadata, "device": cpu_name(), "kernel": "sdpa"}
+    monkeypatch.setattr(doctor, "shipped_names", lambda: ["abacus", "h200"])
+    monkeypatch.setattr(doctor, "shipped_table", lambda name: replace(
+        shipped, name=name, metadata=about if name == "abacus" else shipped.metadata))
+    monkeypatch.setattr(profiling, "in_turns", lambda runs, device, **limits: [[1.0] for _ in runs])
+    found = doctor.speed(torch.device("cpu"))
+    assert (found["kernel"], found["table"], found["linear_seconds"]) == ("sdpa", "abacus", 1.0)
+    assert found["attention_seconds"] == pytest.approx([1.0, 1.0])  # of the whole call, whatever its shards
+    launches: Any = about["work_list"]
+    assert found["shards"] == [1, 1]
+    assert all(launch < seconds < 2 * launch
+               for launch, seconds in zip(launches["launch_seconds"], found["table_seconds"], strict=True))

@@ -19,7 +19,7 @@ import torch
 
 import distca
 from distca.cli import doctor as command
-from distca.report.doctor import EXTRAS
+from distca.report.doctor import EXTRAS, report
 from distca.train.settings import Settings
 from tests.support.processes import free_port
 
@@ -27,9 +27,10 @@ ROOT = Path(distca.__file__).parents[1]
 Run = Callable[..., tuple[int, str, str]]
 TYPES = {"format": str, "version": int, "ok": bool, "problems": list, "notes": list, "missing": dict, "links": dict,
          "ranks": list}
-RANK_TYPES: dict[str, Any] = {"name": str, "host": str, "machine": str, "kind": str, "device": str, "gpu": (str, type(None)),
-              "memory_bytes": (int, type(None)), "versions": dict, "kernels": dict, "links": list, "attention": list,
-              "speed": dict}
+RANK_TYPES: dict[str, Any] = {
+    "name": str, "host": str, "machine": str, "kind": str, "device": str, "gpu": (str, type(None)),
+    "memory_bytes": (int, type(None)), "versions": dict, "kernels": dict, "links": list, "attention": list,
+    "speed": dict}
 
 
 def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
@@ -125,7 +126,7 @@ def test_commands_of_the_guide_are_ones_that_start(run: Run, monkeypatch: pytest
     def run_ranks(settings: Settings, main: partial[int]) -> int:
         started.append(settings.run.ranks)
         if file := main.keywords.get("file"):
-            file.write_text(json.dumps(command.report([])))
+            file.write_text(json.dumps(report([])))
         return 0
 
     monkeypatch.setattr(command, "run_ranks", run_ranks)
