@@ -78,7 +78,7 @@ def dying(rank: int) -> None:
 
 def failing(rank: int) -> None:
     """Rank 1's GPU fails, so to say."""
-    def fail(*_: object) -> doctor.Record:
+    def fail(attend: object, plan: object, device: object, dtype: object) -> doctor.Record:
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
 
     if rank == 1:

@@ -35,12 +35,14 @@ def doctor_command(
 ) -> None:
     """Examine this machine, or torchrun's or srun's ranks: versions, links, attention, speed; exit code 1: wrong."""
     check_whole("timeout_seconds", timeout_seconds)
-    say("distca doctor: loading torch …")
+    env = rank_in(os.environ)
+    if env is None or env.rank == 0:
+        say("distca doctor: loading torch …")
     if find_spec("torch") is None:
         raise typer.Exit(_show(report([]), as_json))
     settings = Settings().with_values({"run.timeout_seconds": timeout_seconds, "run.device": device})
     check_settings(settings)
-    if rank_in(os.environ) is not None:
+    if env is not None:
         code = run_ranks(settings, partial(examine_rank, as_json=as_json))
         distca.end_process(code)                                 # importing it loads torch, which a rank quiets first
     ranks = check_whole("ranks", _local_ranks(device) if ranks is None else ranks, most=MAX_LOCAL_RANKS)

@@ -80,7 +80,8 @@ def facts(device: torch.device) -> Record:
     known = {"python": platform.python_version(), **versions(), "numpy": np.__version__}
     if gpu is not None and dist.is_nccl_available():
         known["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    if DRIVER.exists() and (driver := re.search(r"\d+\.\d+[.\d]*", DRIVER.read_text(encoding="utf-8"))):
+    is_of_interest = DRIVER.exists() and (gpu is not None or not torch.cuda.is_available())  # not under --device cpu
+    if is_of_interest and (driver := re.search(r"\d+\.\d+[.\d]*", DRIVER.read_text(encoding="utf-8"))):
         known["driver"] = driver.group()
     dtype, model = _sample(device)
     return {"host": platform.node(), "machine": BOOT.read_text().strip() if BOOT.exists() else "", "kind": device.type,

@@ -63,11 +63,11 @@ def _problems(ranks: list[Record]) -> Iterator[str]:
         if len(set(machines)) > 1:
             yield f"{len(set(machines))} machines have the host name {host!r}; give each its own, to tell nodes apart"
     for found in zip(*(one.get("attention", ()) for one in ranks), strict=True):
-        name, allowed = found[0]["transport"], f"of the result, and rounding explains {found[0].get('allowed'):.1e}" \
-            if not found[0]["refused"] else ""
+        name = found[0]["transport"]
         if found[0]["refused"]:
             yield f"transport {name} cannot be set up: {found[0]['refused']}; keep to attention.transport c10d"
             continue
+        allowed = f"of the result, and rounding explains {found[0]['allowed']:.1e}"
         wrong = _grouped((server, (home, off)) for home, one in enumerate(found)
                          for server, off in zip(one["servers"], one["off"], strict=True) if off > one["allowed"])
         for server, parts in sorted(wrong.items()):
