@@ -25,7 +25,7 @@ from distca.models import model_named
 from distca.planning.plan import Plan
 from distca.planning.tasks import TILE, TaskTable
 from distca.profiling.machine import cpu_name, versions
-from distca.profiling.network import exchange_seconds, fit
+from distca.profiling.network import exchange_seconds
 from distca.profiling.roll_call import RollCall
 from distca.runtime.attention import CoreAttention
 from distca.runtime.transport import C10dTransport, HierarchicalTransport, Transport
@@ -36,7 +36,7 @@ from distca.workload.topology import Topology
 
 MUST_AGREE = ("distca", "torch", "nccl")  # ranks that differ in these may hang in each other's calls: nothing is run
 ALL_LINKS = 16                # ranks up to which every link is used
-LINK_BYTES = {"cpu": (2**22, 4_096), "cuda": (2**26, 4_096)}  # large first: they may hang where small ones pass
+LINK_BYTES = {"cpu": (2**22, 8), "cuda": (2**27, 8)}  # for bandwidth and latency; what may hang comes first
 ATTENTION_CALLS = 2           # the first prepares and compiles; both are compared
 ROW_TILES = {"cpu": 2, "cuda": 8}  # of a rank at least, in which attention is compared
 SHARD = {"cpu": (256, 1_024), "cuda": (4_096, 16_384)}  # queries and keys whose speed is measured
@@ -114,10 +114,9 @@ def links(call: RollCall, transport: Transport, device: torch.device, node: np.n
             transport.exchange(torch.zeros(num_bytes, dtype=torch.uint8, device=device), *splits).wait().cpu()
             call.step("the exchanges of all ranks")
             taken = np.median(exchange_seconds(transport, device, *splits), axis=0)
-            seconds.append(min(taken[rank], taken[to]))
-        latency, bandwidth = fit(np.array(LINK_BYTES[device.type], dtype=float), np.array(seconds))
+            seconds.append(float(min(taken[rank], taken[to])))
         found.append({"from": rank, "to": to, "between_nodes": bool(node[rank] != node[to]),
-                      "latency_seconds": latency, "bandwidth": bandwidth})
+                      "bandwidth": LINK_BYTES[device.type][0] / seconds[0], "latency_seconds": seconds[1]})
     return found
 
 

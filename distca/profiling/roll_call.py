@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from distca.runtime.liveness import end_process
 from distca.runtime.transport.c10d import first_line
-from distca.validation import UserError
+from distca.runtime.transport.interface import TransportError
 
 BEAT_SECONDS = 0.25
 SILENT_SECONDS = 2.0   # without a sign of life
@@ -44,8 +44,8 @@ class RollCall:
                 address, port, is_master=is_master, wait_for_workers=False, timeout=timedelta(seconds=timeout_seconds)))
                 for name, is_master in (("torch", self.holds_store), ("roll call", False)))
         except dist.DistError as error:
-            raise UserError(f"rank {rank} does not reach rank 0 at {address}:{port} within {timeout_seconds:g} s; "
-                            f"start it, or check MASTER_ADDR and the firewall ({first_line(error)})") from None
+            raise TransportError(f"rank {rank} does not reach rank 0 at {address}:{port} within {timeout_seconds:g} s; "
+                                 f"start it, or check MASTER_ADDR and the firewall ({first_line(error)})") from None
         self.name = f"rank {rank}"                               # with its host, once that is known
         self.count, self.what, self.since = 0, "", time.monotonic()
         self._closed, self._ending = threading.Event(), threading.Lock()
