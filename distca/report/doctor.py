@@ -167,7 +167,7 @@ def _facts(found: Record) -> Iterator[tuple[str, str]]:
     yield "device", f"{first['device']}, {memory}"
     yield "versions", ", ".join(f"{name} {version}" for name, version in first["versions"].items())
     runs = [name for name, reason in first["kernels"].items() if reason is None]
-    yield "kernels", f"{', '.join(runs)} run here"
+    yield "kernels", f"run here: {', '.join(runs)}"
     for name, reason in first["kernels"].items():
         if reason is not None:
             yield "", f"not {name}: {reason}"

@@ -38,7 +38,7 @@ def test_healthy_ranks_pass_on_one_screen() -> None:
     assert found["ok"] and not found["problems"] and not found["notes"]
     text = "\n".join(page(found))
     assert "hosts      node0: ranks 0-7; node1: ranks 8-15" in text and "NVIDIA H200, 150 GB" in text
-    assert "hopper run here" in text and "not fa4: not installed" in text
+    assert "run here: hopper" in text and "not fa4: not installed" in text
     assert "inside nodes: 400 GB/s, 10 µs; slowest of 112: 400 GB/s" in text and "between nodes: 50 GB/s" in text
     assert "exact over transport c10d, 16 of 32 tasks moved: off by 4.0e-03 of the result" in text
     assert "1.00 and 1.02 times the shipped table 'h200'" in text
