@@ -16,6 +16,7 @@ import typer
 
 import distca
 from distca.cli.checkpoint import checkpoint_app, export_command
+from distca.cli.doctor import doctor_command
 from distca.cli.plan import plan_command
 from distca.cli.profile import profile_command
 from distca.cli.report import report_command
@@ -41,6 +42,7 @@ def _root(
 
 
 app.add_typer(checkpoint_app, name="checkpoint")
+app.command("doctor")(doctor_command)
 app.command("export")(export_command)
 app.command("plan")(plan_command)
 app.command("profile")(profile_command)

@@ -194,6 +194,14 @@ def attention_seconds(
             _seconds_per_shard(backward, q_len, kv_len, counts[1], True, work_list))
 
 
+def call_seconds(chosen: ProfileSettings, q_len: int, kv_len: int) -> list[tuple[int, float]]:
+    """Return the number of shards and the seconds of a forward and of a backward call that fill the device."""
+    only = replace(chosen, q_len=(q_len,), kv_len=(kv_len,))
+    seconds = attention_seconds(only, _Tensors.random(only), q_len, kv_len)
+    counts = (num_shards(only, q_len, kv_len, own_keys=own) for own in (False, True))
+    return [(count, count * one) for count, one in zip(counts, seconds, strict=True)]
+
+
 def _seconds_per_shard(
     seconds: float, q_len: int, kv_len: int, count: int, backward: bool, work_list: WorkList | None
 ) -> float:

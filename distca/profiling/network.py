@@ -13,7 +13,6 @@ import tempfile
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from statistics import median
 from time import perf_counter_ns
 from typing import Any
 
@@ -92,16 +91,23 @@ def measure_exchange(transport: Transport, device: torch.device, backend: str) -
 def _seconds(transport: Transport, device: torch.device, share: int) -> float:
     splits = [share] * transport.size
     splits[transport.rank] = 0
-    send = torch.randint(0, 256, (sum(splits),), dtype=torch.uint8, device=device)
+    return float(np.median(exchange_seconds(transport, device, splits, splits).max(axis=1)))
+
+
+def exchange_seconds(
+    transport: Transport, device: torch.device, send_splits: list[int], recv_splits: list[int]
+) -> np.ndarray:
+    """Return every rank's seconds in repetitions of one exchange, [repetitions, ranks]; every rank must call this."""
+    send = torch.randint(0, 256, (sum(send_splits),), dtype=torch.uint8, device=device)
     nanoseconds = []
     for _ in range(REPEATS + 1):
         _synchronize(device)
         transport.gather(0, device)
         begin = perf_counter_ns()
-        transport.exchange(send, splits, splits).wait()
+        transport.exchange(send, send_splits, recv_splits).wait()
         _synchronize(device)
-        nanoseconds.append(max(transport.gather(perf_counter_ns() - begin, device)))
-    return median(nanoseconds[1:]) / 1e9
+        nanoseconds.append(transport.gather(perf_counter_ns() - begin, device))
+    return np.array(nanoseconds[1:]) / 1e9
 
 
 def _synchronize(device: torch.device) -> None:

@@ -69,7 +69,7 @@ def launch(settings: Settings, main: Main) -> int:
     """Run `main(settings)` on every rank and return the exit code; bad settings raise a ValueError before any start."""
     env = rank_in(os.environ)
     if env is not None:
-        _quiet_torch()
+        _quiet_torch()                                           # check_machine imports torch
         settings = settings.with_values({"run.ranks": env.world})
     check_settings(settings)
     if env is None:
@@ -78,8 +78,15 @@ def launch(settings: Settings, main: Main) -> int:
     if (env is None or env.rank == 0) and sys.stderr.isatty():   # before torch is imported, which takes seconds
         print(f"Starting {title(settings, settings.run.ranks)} …", file=sys.stderr, flush=True)
     check_machine(settings)
+    return run_ranks(settings, main)
+
+
+def run_ranks(settings: Settings, main: Main) -> int:
+    """Run `main(settings)` on `run.ranks` local ranks, or as the rank that a launcher started; check no settings."""
+    env = rank_in(os.environ)
     if env is None:
         return _LocalRanks(settings, main).run()
+    _quiet_torch()
     os.environ.update(env.environment())
     _prepare(settings, env)
     try:
@@ -325,6 +332,12 @@ class _Report:
 
 def end_rank(text: str, code: int = 1) -> NoReturn:
     """Report `text` and end this rank; if several threads call this, only the first one reports."""
+    report_end(text, code)
+    _end_process(code)
+
+
+def report_end(text: str, code: int = 1) -> None:
+    """Report why this rank is about to end."""
     _Report.lock.acquire()                                       # never released: other threads wait until the end
     if not text.startswith("distca: "):
         text = f"distca: error: {plain(' '.join(text.split()))}"
@@ -332,7 +345,6 @@ def end_rank(text: str, code: int = 1) -> NoReturn:
         _Report.launcher.send(Failure(time.time(), this_rank().rank, code, text))
     else:
         print(text, file=sys.stderr, flush=True)
-    _end_process(code)
 
 
 def _end_with_launcher() -> None:

@@ -83,14 +83,17 @@ def run(settings: Settings) -> int:
     return 0
 
 
-def start_group(settings: Settings, device: torch.device, local_world: int) -> None:
-    """Join the launcher's process group, over NCCL if no two ranks share a GPU, else over gloo."""
+def start_group(settings: Settings, device: torch.device, local_world: int, **meeting: Any) -> None:
+    """Join the launcher's process group, over NCCL if no two ranks share a GPU, else over gloo.
+
+    `meeting` may be the store, rank and world_size of init_process_group, in place of the launcher's address.
+    """
     own_gpu = device.type == "cuda" and local_world <= torch.cuda.device_count()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     one_worker_per_group()
     dist.init_process_group("cpu:gloo,cuda:nccl" if own_gpu else "gloo",
-                            timeout=timedelta(seconds=settings.run.timeout_seconds))
+                            timeout=timedelta(seconds=settings.run.timeout_seconds), **meeting)
 
 
 class Trainer:

@@ -67,6 +67,9 @@ def option_cases() -> list[tuple[str, ...]]:
         cases += _each(profile, option, (*NO_WHOLE, *more))
     for option in ("--model", "--kernel", "--device"):
         cases += _each(profile, option, NO_NAMES)
+    for option in ("--ranks", "--timeout-seconds"):
+        cases += _each(("doctor", "--device", "cpu"), option, (*NO_WHOLE, "0", DIGITS))
+    cases += _each(("doctor",), "--device", NO_NAMES)
     cases += _each(profile, "--output", ("no/x.json", "folder.html", "/proc/x.json"))
     for option in ("--batches", "--workers"):
         cases += _each(paper, option, (*NO_WHOLE, "0", "1000000000000", DIGITS))
@@ -188,7 +191,7 @@ def test_bad_files_get_one_line_that_names_them(refuse: Callable[..., str], fold
 
 def test_there_are_enough_of_them() -> None:
     assert len(OPTIONS) + len(FILES) >= 300 and {case[0] for case in OPTIONS} >= {
-        "paper", "plan", "profile", "report", "simulate", "train"}
+        "doctor", "paper", "plan", "profile", "report", "simulate", "train"}
 
 
 @pytest.mark.parametrize("content", [pickle.dumps(print), b"", b"\xff" * 100, b"\x08\0\0\0\0\0\0\0{}", b"{}"])

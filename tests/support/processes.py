@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 import runpy
+import socket
 import sys
 import tempfile
 import time
@@ -69,6 +70,12 @@ def run_processes(
             for process in processes:
                 process.kill()
                 process.join()
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on at the moment."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
 
 
 def values(outcomes: Sequence[ProcessOutcome]) -> list[Any]:

@@ -34,10 +34,6 @@ def check_machine(settings: Settings) -> None:
     """Raise a one-line UserError if this machine cannot run these settings."""
     _require_packages(settings)
     _check_files(settings)
-    import torch
-
-    if settings.run.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("run.device is 'cuda' but torch finds no GPU here; set it to cpu or auto")
     device = device_for(settings, local_rank=0)
     if settings.attention.transport == "symmetric" and device.type != "cuda":
         raise UserError("attention.transport is 'symmetric', the memory of GPUs, but the run is on a CPU; use 'c10d' "
@@ -76,6 +72,8 @@ def device_for(settings: Settings, local_rank: int) -> torch.device:
     kind = settings.run.device
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
+    elif kind == "cuda" and not torch.cuda.is_available():
+        raise UserError("run.device is 'cuda' but torch finds no GPU here; set it to cpu or auto")
     return torch.device("cpu") if kind == "cpu" else torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
