@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from distca.corpus.corpora import MemoryCorpus, held_out
+from distca.corpus.cache import ArrayCorpus
+from distca.corpus.corpora import held_out
 from distca.kernels import dense_attention
 from distca.train.batches import Evaluation, check_fills_a_batch
 from distca.train.data import open_corpora
@@ -226,7 +227,7 @@ def test_an_evaluation_takes_no_document_twice(tmp_path: Path) -> None:
 def test_a_step_without_a_token_in_the_loss_is_refused_unless_it_only_looks() -> None:
     loss = np.zeros(64, dtype=bool)
     loss[63] = True
-    corpus = MemoryCorpus(np.arange(64), np.array([64]), 64, loss)
+    corpus = ArrayCorpus(np.arange(64), np.array([64]), 64, loss)
     settings = Settings().with_values({"batch.tokens_per_rank": 32, "batch.ping_pong": False})
     model = decoder_shape(settings.model, 64).model
     loader = batches_of(corpus, settings, rank=0, world=1, model=model)
@@ -243,7 +244,7 @@ def test_a_step_without_a_token_in_the_loss_is_refused_unless_it_only_looks() ->
 def test_labels_are_the_next_tokens_in_the_loss_wherever_they_live(world: int, ping_pong: bool) -> None:
     random = np.random.default_rng(0)
     lengths, loss = random.integers(1, 90, 40), random.random(10_000) < 0.4
-    corpus = MemoryCorpus(np.arange(lengths.sum()), np.cumsum(lengths), 10_000, loss[:lengths.sum()])
+    corpus = ArrayCorpus(np.arange(lengths.sum()), np.cumsum(lengths), 10_000, loss[:lengths.sum()])
     settings = Settings().with_values({"batch.tokens_per_rank": 480 // world, "batch.ping_pong": ping_pong})
     model = decoder_shape(settings.model, 10_000).model
     loaders = [batches_of(corpus, settings, rank=rank, world=world, model=model) for rank in range(world)]
