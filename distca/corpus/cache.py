@@ -135,8 +135,8 @@ def cached(cache: Cache, facts: Mapping[str, Any], raw: RawDocuments[Any], vocab
                 if not complete:
                     _write(folder, facts, raw, vocab, chunks)
         except OSError as error:
-            raise UserError(f"data.cache is {cache.folder!r}, where {folder} cannot be written ({error.strerror}); make "
-                            "room, or name another folder: finished chunks are kept") from None
+            raise UserError(f"data.cache is {cache.folder!r}, where {folder} cannot be written ({error.strerror}); "
+                            "make room, or name another folder: finished chunks are kept") from None
     if cache.verify:
         LOG.info("%s: %s documents, %s tokens in %s", raw.name, f"{chunks[-1].documents:,}",
                  f"{chunks[-1].tokens:,}", folder)

@@ -132,7 +132,7 @@ def joined(parts: Sequence[Corpus], weights: Sequence[float] = ()) -> Corpus:
     return JoinedCorpus(parts, weights) if len(parts) > 1 else parts[0]
 
 
-class Source(NamedTuple):
+class MixSource(NamedTuple):
     """A file or folder of documents, of one of SOURCES, and its weight in data.mix."""
 
     kind: str
@@ -145,13 +145,13 @@ def kind_of(path: str, otherwise: str) -> str:
     return KINDS.get(format_of(path) or Path(path).suffix, otherwise)
 
 
-def sources_of(mix: str, source: str, path: str) -> list[Source]:
+def sources_of(mix: str, source: str, path: str) -> list[MixSource]:
     """Return the sources of data.mix, or the only one, which data.source and data.path name."""
     found = []
     for entry in mix.split(",") if mix else ():
         name, _, weight = (part.strip() for part in entry.rpartition(":"))
         try:
-            found.append(Source(kind_of(name, source), name, check_number("weight", float(weight), above=0)))
+            found.append(MixSource(kind_of(name, source), name, check_number("weight", float(weight), above=0)))
         except ValueError:
             name = ""
         if not name:
@@ -163,7 +163,7 @@ def sources_of(mix: str, source: str, path: str) -> list[Source]:
     twice = [one.path for number, one in enumerate(found) if one.path in {other.path for other in found[:number]}]
     if twice:
         raise UserError(f"data.mix has {twice[0]!r} twice; give it once, with the sum of its weights")
-    return found or [Source(source, path)]
+    return found or [MixSource(source, path)]
 
 
 def open_corpus(

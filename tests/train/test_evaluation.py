@@ -47,8 +47,8 @@ def some_settings(folder: Path, name: str, ranks: int = 1, **values: int | float
     return Settings().with_values({
         "run.ranks": ranks, "run.steps": STEPS, "run.dtype": "float64", "run.timeout_seconds": 120,
         "data.source": "jsonl", "data.content": "tokens", "data.vocab": VOCAB,
-        "data.path": str(folder / "trained.jsonl"), "data.max_document": PIECE, "eval.path": str(folder / "held.jsonl"),
-        "eval.every": 1, "batch.micro_batches": MICRO_BATCHES,
+        "data.path": str(folder / "trained.jsonl"), "data.cache": str(folder / "cache"), "data.max_document": PIECE,
+        "eval.path": str(folder / "held.jsonl"), "eval.every": 1, "batch.micro_batches": MICRO_BATCHES,
         "batch.tokens_per_rank": PIECE * tensor * pipeline // ranks, "optimizer.warmup_steps": 0,
         "optimizer.min_lr_ratio": 1.0, "log.folder": str(folder / name),
         **{key.replace("__", "."): value for key, value in values.items()}})
@@ -179,7 +179,7 @@ def test_the_split_is_the_seeds_and_as_large_as_it_should_be() -> None:
 def write_texts(folder: Path, count: int) -> Settings:
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": f"document {n:04}"}) + "\n" for n in range(count)))
     return Settings().with_values({"data.source": "jsonl", "data.path": str(folder / "texts.jsonl"),
-                                   "eval.fraction": 0.25, "eval.every": 1})
+                                   "data.cache": str(folder / "cache"), "eval.fraction": 0.25, "eval.every": 1})
 
 
 def test_every_document_is_trained_on_or_held_out(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
-from distca.corpus.corpora import FIELDS, SOURCES, Source, kind_of, sources_of
+from distca.corpus.corpora import FIELDS, SOURCES, MixSource, kind_of, sources_of
 from distca.kernels import KERNELS
 from distca.models import TRAINABLE
 from distca.train.settings.declare import Known, Value, from_text, setting, toml_value, typed
@@ -97,7 +97,7 @@ class Data:
         counted=True)
     seed: int = setting(0, "Seed of the order of documents.", most=MAX_SEED)
 
-    def sources(self) -> list[Source]:
+    def sources(self) -> list[MixSource]:
         return sources_of(self.mix, self.source, self.path)
 
     @property
