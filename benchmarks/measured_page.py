@@ -36,8 +36,8 @@ KERNELS = {"hopper": "distca", "before": "distca, the version before", "fa4": "F
 
 def page(results: Path = RESULTS) -> str:
     """The whole page."""
-    parts = (planning, reference, nodes, attention, runtime, training_on_a_gpu, long_document, training, pipeline,
-             overlap, adapted, integrations, transformers_on_a_gpu, stages, simulated, trusted, report_page)
+    parts = (planning, reference, nodes, attention, runtime, training_on_a_gpu, long_document, training, corpora,
+             pipeline, overlap, adapted, integrations, transformers_on_a_gpu, stages, simulated, trusted, report_page)
     blocks = "\n\n".join([HEAD, *(part(results) for part in parts)]).split("\n\n")
     return "\n\n".join(block if block.startswith(("#", "|")) else wrapped(block) for block in blocks) + "\n"
 
@@ -162,6 +162,20 @@ def training(results: Path) -> str:
             f"{_tokens(content['options']['tokens'] // 2)} and one with as many tokens of short "
             f"ones:\n{content['speedup']:.2f}× the tokens/s of attention at home, documents where the loader puts "
             f"them, {_loss(content['largest_loss_difference'])} ({_source('train_step')}, `benchmarks/train_step.py`).")
+
+
+def corpora(results: Path) -> str:
+    content = _read(results, "corpora")
+    speed = {(kind, row["what"]): row for kind in ("tokenizing", "loading") for row in content[kind]}
+    tokenized, loaded = speed["tokenizing", "cached corpus"], speed["loading", "cached corpus"]
+    large = content["memory"][-2:]
+    added = max(0, *(row["added_bytes"] for row in large))
+    return (f"A corpus in `data.cache`, on {_cores(content)}: JSON lines become a cache at "
+            f"{tokenized['cpu_ratio']:.2f}× the speed of `encode_batch` alone by CPU seconds, and batches are loaded "
+            f"from it at {loaded['cpu_ratio']:.2f}× the speed of memory. {large[0]['corpus_bytes'] / 1e9:.1f} GB of "
+            f"text, {large[0]['corpus_tokens'] / 1e9:.1f} billion tokens as bytes, add at most {added / 1e6:.0f} MB to "
+            f"what is private to a rank, over a corpus of {content['memory'][0]['corpus_bytes'] / 1e6:.0f} MB "
+            f"({_source('corpora')}, `benchmarks/corpora.py`).")
 
 
 def pipeline(results: Path) -> str:

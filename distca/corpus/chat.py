@@ -13,7 +13,6 @@ always give the same tokens.
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ from distca.corpus.tables import Record
 from distca.corpus.tokenizers import TextTokenizer, Tokens, in_groups, json_object, tokenizer_file
 from distca.validation import UserError, plain, read_text, short
 
-LOG = logging.getLogger("distca")
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MARKS = "__generation_marks__"                      # variable of the rendering context
 _MARK, _OPEN, _CLOSE = "\ufdd0", "\ufdd1", "\ufdd2"  # Unicode noncharacters
@@ -193,23 +191,17 @@ def messages_of(records: Iterable[Record], field: str) -> Iterator[tuple[str, Me
 
 def encoded_chats(
     conversations: Iterable[tuple[str, Messages]], template: ChatTemplate, tokenizer: TextTokenizer
-) -> Iterator[Tokens]:
-    """Tokenize conversations in groups; log how many of them reach no generation block."""
-    num_by_turns = 0
-
-    def rendered() -> Iterator[Rendered]:
-        nonlocal num_by_turns
-        for where, messages in conversations:
-            documents = template.documents(where, messages)
-            num_by_turns += template.has_blocks and any(one.by_turns and one.spans for one in documents)
-            yield from documents
-
-    for group in in_groups(rendered(), lambda one: len(one.text)):
-        for one, (ids, offsets) in zip(group, tokenizer.with_offsets([one.text for one in group]), strict=True):
-            yield Tokens(np.array(ids, dtype=np.int64), tokens_in(one.spans, offsets))
-    if num_by_turns:
-        LOG.info("%d conversations reach no {%% generation %%} block of the chat template: all that the assistant says "
-                 "in them is in the loss", num_by_turns)
+) -> list[Tokens]:
+    """Tokenize conversations as documents."""
+    rendered = [(one, number == 0) for where, messages in conversations
+                for number, one in enumerate(template.documents(where, messages))]
+    found = []
+    for group in in_groups(rendered, lambda one: len(one[0].text)):
+        encodings = tokenizer.with_offsets([one.text for one, _ in group])
+        for (one, is_first), (ids, offsets) in zip(group, encodings, strict=True):
+            by_turns = template.has_blocks and is_first and one.by_turns and bool(one.spans)
+            found.append(Tokens(np.array(ids, dtype=np.int64), tokens_in(one.spans, offsets), by_turns))
+    return found
 
 
 def tokens_in(spans: Iterable[tuple[int, int]], offsets: Sequence[tuple[int, int]]) -> np.ndarray:

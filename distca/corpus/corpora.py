@@ -1,40 +1,38 @@
 """Open documents as tokens for training: the standard library, texts, JSON lines, tables, and Megatron datasets.
 
-Packing needs the length of every document first, and tokens of arbitrary documents later. So every rank reads and
-tokenizes most sources once and keeps the tokens in memory: 2 bytes per token if the vocabulary has at most 65,536
-tokens and 4 otherwise, 1 more if documents have a loss mask, 8 per document, and up to an eighth more while the arrays
-grow. Texts are not kept. A corpus that does not fit belongs in a Megatron dataset, which is memory-mapped.
+Packing needs the length of every document first, and tokens of arbitrary documents later. So texts are tokenized once,
+into a memory-mapped cache (`cache.py`); Megatron datasets are mapped as they are. Only without `data.cache`, and of the
+standard library, every rank reads the source and keeps the tokens in memory.
 """
 
 from __future__ import annotations
 
-import logging
 import struct
-from array import array
-from collections.abc import Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import starmap
 from pathlib import Path
-from time import perf_counter
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from distca.corpus.cache import FORMAT, Cache, cached, digest_of, in_memory
 from distca.corpus.chat import encoded_chats, load_chat_template, messages_of
-from distca.corpus.files import standard_library_files, text_files, whole_file
-from distca.corpus.tables import Record, json_records, table_records
-from distca.corpus.tokenizers import END_OF_DOCUMENT, Text, Tokens, encoded, open_tokenizer
+from distca.corpus.files import format_of, input_files, standard_library_files, text_files, whole_file
+from distca.corpus.records import MASK_FIELDS, RawDocuments, raw_texts, raw_tokens, texts_of
+from distca.corpus.tables import json_records, table_files, table_records
+from distca.corpus.tokenizers import END_OF_DOCUMENT, Text, open_tokenizer, tokenizer_facts
 from distca.spec import unknown_name
-from distca.validation import UserError, short
-from distca.workload.documents import IGNORED
+from distca.validation import UserError, check_number, short
 
 SOURCES = ("stdlib", "text", "jsonl", "table", "megatron")
 FIELDS = {"text": "text", "chat": "messages", "tokens": "input_ids"}  # kind of content -> default key or column
-MASK_FIELDS = ("loss_mask", "labels")  # keys of a loss mask beside the tokens; the first that exists is used
-MAX_TOKEN = 2**31 - 1
-LOG = logging.getLogger("distca")
+KINDS = {"jsonl": "jsonl", "parquet": "table", "arrow": "table", ".bin": "megatron", ".idx": "megatron"}
 
-_FIRST_REPORT_SECONDS = 1.0   # progress is logged after this time, then each time that the time has doubled
+NO_CACHE = Cache()
+
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 _TOKEN_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 
@@ -54,33 +52,6 @@ class Corpus(Protocol):
 
     def in_loss(self, document: int) -> np.ndarray | None:
         """Return which tokens of one document are in the loss, [length] bool; None if all are."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MemoryCorpus:
-    """All documents in one array."""
-
-    data: np.ndarray   # [tokens]
-    stops: np.ndarray  # [documents] end of each in `data`
-    vocab: int | None
-    loss: np.ndarray | None = None  # [tokens] bool, whether a token is in the loss; None if all are
-
-    def __post_init__(self) -> None:
-        for column in (self.data, self.stops, self.loss):
-            if column is not None:
-                column.setflags(write=False)
-
-    def lengths(self) -> np.ndarray:
-        return np.diff(self.stops, prepend=0)
-
-    def tokens(self, document: int) -> np.ndarray:
-        return self.data[self._slice(document)]
-
-    def in_loss(self, document: int) -> np.ndarray | None:
-        return None if self.loss is None else self.loss[self._slice(document)]
-
-    def _slice(self, document: int) -> slice:
-        return slice(int(self.stops[document - 1]) if document else 0, int(self.stops[document]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,16 +99,83 @@ class MegatronCorpus:
         return None
 
 
+@dataclass(frozen=True, eq=False)
+class JoinedCorpus:
+    """The documents of several corpora, numbered one corpus after the other."""
+
+    parts: Sequence[Corpus]
+    weights: Sequence[float] = ()  # of the parts' tokens in training; none to shuffle all documents together
+
+    @property
+    def vocab(self) -> int | None:
+        known = [part.vocab for part in self.parts if part.vocab is not None]
+        return max(known) if len(known) == len(self.parts) else None
+
+    @cached_property
+    def firsts(self) -> list[int]:
+        """Return the number of each part's first document."""
+        return [0, *np.cumsum([len(part.lengths()) for part in self.parts])[:-1].tolist()]
+
+    def lengths(self) -> np.ndarray:
+        return np.concatenate([part.lengths() for part in self.parts])
+
+    def tokens(self, document: int) -> np.ndarray:
+        part = bisect_right(self.firsts, document) - 1
+        return self.parts[part].tokens(document - self.firsts[part])
+
+    def in_loss(self, document: int) -> np.ndarray | None:
+        part = bisect_right(self.firsts, document) - 1
+        return self.parts[part].in_loss(document - self.firsts[part])
+
+
+def joined(parts: Sequence[Corpus], weights: Sequence[float] = ()) -> Corpus:
+    return JoinedCorpus(parts, weights) if len(parts) > 1 else parts[0]
+
+
+class MixSource(NamedTuple):
+    """A file or folder of documents, of one of SOURCES, and its weight in data.mix."""
+
+    kind: str
+    path: str
+    weight: float = 1.0
+
+
+def kind_of(path: str, otherwise: str) -> str:
+    """Return which of SOURCES the suffix of a path implies."""
+    return KINDS.get(format_of(path) or Path(path).suffix, otherwise)
+
+
+def sources_of(mix: str, source: str, path: str) -> list[MixSource]:
+    """Return the sources of data.mix, or the only one, which data.source and data.path name."""
+    found = []
+    for entry in mix.split(",") if mix else ():
+        name, _, weight = (part.strip() for part in entry.rpartition(":"))
+        try:
+            found.append(MixSource(kind_of(name, source), name, check_number("weight", float(weight), above=0)))
+        except ValueError:
+            name = ""
+        if not name:
+            raise UserError(f"data.mix has {short(entry.strip())}; write path:weight for each source, with commas "
+                            "between them and weights above 0, such as web.jsonl:0.7, books/:0.3")
+        if found[-1].kind == "stdlib":
+            raise UserError(f"data.mix has {name!r}, whose name does not say what it holds, and data.source is "
+                            "'stdlib'; set data.source to text, jsonl, table or megatron")
+    twice = [one.path for number, one in enumerate(found) if one.path in {other.path for other in found[:number]}]
+    if twice:
+        raise UserError(f"data.mix has {twice[0]!r} twice; give it once, with the sum of its weights")
+    return found or [MixSource(source, path)]
+
+
 def open_corpus(
     source: str, path: str = "", *, content: str = "text", field: str = "", split: str = "", tokenizer: str = "",
-    vocab: int = 0,
+    vocab: int = 0, cache: Cache = NO_CACHE,
 ) -> Corpus:
-    """Open the corpus of the settings [data]; parameters have the names of its fields."""
+    """Open a corpus; parameters have the names of the settings [data]."""
     if source not in SOURCES:
         raise unknown_name("data.source", source, SOURCES)
     if source == "stdlib":
         texts = starmap(Text, map(whole_file, standard_library_files()))
-        return in_memory(encoded(texts, None), _vocab(vocab, END_OF_DOCUMENT + 1, "bytes"), "the standard library")
+        return in_memory(raw_texts("the standard library", texts, None), _vocab(vocab, END_OF_DOCUMENT + 1, "bytes"))
     if not path:
         raise UserError(f"data.path is empty but data.source is {source!r}; name the file or folder to read")
     has_texts, is_chat = (source != "megatron" and content == kind for kind in ("text", "chat"))
@@ -149,44 +187,23 @@ def open_corpus(
     field = field or FIELDS[content]
     beside = MASK_FIELDS if content == "tokens" else ()
     records = json_records(path) if source == "jsonl" else table_records(path, split, field, beside)
+    raw: RawDocuments[Any]
     if content == "tokens":
-        documents = _tokens_of(records, field)
+        raw = raw_tokens(path, records, field)
     elif opened is not None and is_chat:
-        documents = encoded_chats(messages_of(records, field), load_chat_template(tokenizer), opened)
+        encode = partial(encoded_chats, template=load_chat_template(tokenizer), tokenizer=opened)
+        raw = RawDocuments(path, messages_of(records, field),
+                           lambda one: sum(len(str(message["content"])) for message in one[1]), encode)
     else:
-        documents = encoded(starmap(Text, text_files(path)) if source == "text" else _texts_of(records, field), opened)
-    return in_memory(documents, checked_vocab, path)
-
-
-def in_memory(documents: Iterable[Tokens], vocab: int | None, name: str) -> MemoryCorpus:
-    """Collect the documents in order, without those that have no token or no token in the loss."""
-    dtype, code = (np.uint16, "H") if vocab is not None and vocab <= 2**16 else (np.int32, "i")
-    data, stops, loss, num_without = array(code), array("q"), bytearray(), 0
-    most = MAX_TOKEN if vocab is None else vocab - 1
-    for ids, in_loss in _with_progress(documents, name):
-        if in_loss is not None and not in_loss[1:].any():
-            num_without += 1
-            continue
-        if len(ids) == 0:
-            continue
-        if ids.min() < 0 or ids.max() > most:
-            outside = ids[(ids < 0) | (ids > most)][0]
-            raise UserError(f"document {len(stops)} of {name} holds token {outside}, where tokens are 0 to {most}; "
-                            "give the tokenizer that made them as data.tokenizer, or a larger data.vocab")
-        if in_loss is not None:
-            loss += b"\1" * (len(data) - len(loss)) + in_loss.tobytes()
-        data.frombytes(ids.astype(dtype).tobytes())
-        stops.append(len(data))
-    if not stops:
-        missing = "in the loss" if num_without else "in it"
-        raise UserError(f"{name} holds no document with a token {missing}; give at least one")
-    if num_without:
-        LOG.info("%s: %d of %d documents have no token in the loss and are left out", name, num_without,
-                 num_without + len(stops))
-    if loss:
-        loss += b"\1" * (len(data) - len(loss))
-    return MemoryCorpus(np.frombuffer(data, dtype), np.frombuffer(stops, np.int64), vocab,
-                        np.frombuffer(loss, np.bool_) if loss else None)
+        raw = raw_texts(path, starmap(Text, text_files(path)) if source == "text" else texts_of(records, field),
+                         opened)
+    if not cache.folder:
+        return in_memory(raw, checked_vocab)
+    files = (table_files(path, split=split, split_option="data.split") if source == "table" else
+             input_files(path, "jsonl" if source == "jsonl" else ""))
+    facts = {"format": FORMAT, "source": source, "content": content, "field": field, "vocab": checked_vocab,
+             "files": len(files), "digest": digest_of(files), "tokenizer": tokenizer_facts(tokenizer, is_chat)}
+    return cached(cache, facts, raw, checked_vocab)
 
 
 def hold_out(whole: Corpus, fraction: float, seed: int) -> tuple[Corpus, Corpus]:
@@ -221,62 +238,6 @@ def _vocab(given: int, known: int | None, made_by: str) -> int | None:
         raise UserError(f"data.vocab is {given} but {made_by!r} makes {known} different tokens; give at least as "
                         "many, or 0")
     return given or known
-
-
-def _with_progress(documents: Iterable[Tokens], name: str) -> Iterator[Tokens]:
-    """Yield the documents; log the progress if reading takes longer than a second."""
-    start, due, num_tokens = perf_counter(), _FIRST_REPORT_SECONDS, 0
-    for number, tokens in enumerate(documents, start=1):
-        num_tokens += len(tokens.ids)
-        yield tokens
-        seconds = perf_counter() - start
-        if seconds >= due:
-            LOG.info("reading %s: %s documents, %s tokens after %.0f s", name, f"{number:,}", f"{num_tokens:,}",
-                     seconds)
-            due = 2 * seconds
-
-
-def _texts_of(records: Iterable[Record], field: str) -> Iterator[Text]:
-    for record in records:
-        try:
-            yield Text(record.where, record.value(field, str, "text").encode("utf-8"))
-        except UnicodeEncodeError:
-            raise UserError(f"{record.where} has half a surrogate pair under {field!r}; repair or drop it") from None
-
-
-def _tokens_of(records: Iterable[Record], field: str) -> Iterator[Tokens]:
-    """Yield documents of tokens; all of these are in the loss, unless `loss_mask` or `labels` select some."""
-    for record in records:
-        ids = _whole_numbers(record, field)
-        mask_field = next((name for name in MASK_FIELDS if record.fields.get(name) is not None), None)
-        if mask_field is None:
-            yield Tokens(ids, None)
-            continue
-        mask = _whole_numbers(record, mask_field)
-        if len(mask) != len(ids):
-            raise UserError(f"{record.where} has {len(ids)} tokens under {field!r} but {len(mask)} under "
-                            f"{mask_field!r}; give one for each token")
-        in_loss = mask != (IGNORED if mask_field == "labels" else 0)
-        wrong = in_loss & (mask != (ids if mask_field == "labels" else 1))
-        if wrong.any():
-            known = f"the token itself or {IGNORED}" if mask_field == "labels" else "0 or 1"
-            raise UserError(f"{record.where} has {mask[wrong][0]} under {mask_field!r} at token {wrong.argmax()}; "
-                            f"give {known}, not yet shifted")
-        yield Tokens(ids, in_loss)
-
-
-def _whole_numbers(record: Record, field: str) -> np.ndarray:
-    value = record.fields.get(field)
-    try:
-        column = np.asarray(value)
-    except ValueError:  # lists of different lengths
-        column = np.empty(0, dtype=object)
-    if isinstance(value, list | np.ndarray) and len(value) == 0:
-        return np.empty(0, dtype=np.int64)
-    if column.ndim != 1 or column.dtype.kind not in "iub":
-        raise UserError(f"{record.where} has {short(value)} under {field!r}, not a list of whole numbers; its keys "
-                        f"are {short(list(record.fields))}: set data.field to the one that holds tokens")
-    return column.astype(np.int64)
 
 
 def open_megatron(path: str, vocab: int | None = None) -> MegatronCorpus:

@@ -8,9 +8,11 @@ Without a tokenizer every byte is a token, and 256 is the end of document.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,10 +21,11 @@ import numpy as np
 from distca.validation import UserError, plain, read_json, short
 
 END_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
+CHAT_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")  # beside tokenizer.json
 END_OF_DOCUMENT = 256   # follows the byte tokens 0 to 255
 MAX_TOKENIZER_BYTES = 2**30
 TEXTS_PER_CALL = 512    # the tokenizer distributes the texts of one call over threads
-MAX_CALL_CHARS = 2**24  # limits memory: the tokenizer keeps all tokens of a call, tens of bytes each
+MAX_CALL_CHARS = 2**21  # limits memory: the tokenizer keeps all tokens of a call, a hundred bytes each
 
 Item = TypeVar("Item")
 
@@ -39,6 +42,7 @@ class Tokens(NamedTuple):
 
     ids: np.ndarray             # [tokens]
     in_loss: np.ndarray | None  # [tokens] bool, whether a token is in the loss; None if all are
+    by_turns: bool = False      # begins a conversation whose loss does not follow the template's generation blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,7 @@ class TextTokenizer:
     tokenizer: Any
     vocab: int                     # upper bound of all tokens, exclusive
     end: tuple[str, int] | None    # the token that ends a document
+    adds_tokens: bool              # whether the post-processor adds tokens to a text
 
     def documents(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenize documents: drop a byte-order mark, keep the post-processor's tokens, append an end of document."""
@@ -56,17 +61,17 @@ class TextTokenizer:
 
     def with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """Return the tokens of each text and the characters [start, stop) of each token."""
-        return [(one.ids, one.offsets) for one in self._encoded(texts)]
+        return [(one.ids, one.offsets) for one in self._encoded(texts, offsets=True)]
 
-    def _encoded(self, texts: Sequence[str]) -> Any:
+    def _encoded(self, texts: Sequence[str], *, offsets: bool = False) -> Any:
         with _one_line(f"{self.name}, which cannot encode a text", "repair the tokenizer, or give another"):
-            return self.tokenizer.encode_batch(list(texts))
+            return (self.tokenizer.encode_batch if offsets else self.tokenizer.encode_batch_fast)(list(texts))
 
     def _ended(self, encoding: Any) -> list[int]:
         ids: list[int] = encoding.ids
         if self.end is None or ids[-1:] == [self.end[1]]:
             return ids
-        added = encoding.special_tokens_mask  # by the post-processor
+        added = encoding.special_tokens_mask if self.adds_tokens else []
         return ids if added[-1:] == [1] and 0 in added else [*ids, self.end[1]]
 
 
@@ -79,6 +84,16 @@ def tokenizer_file(path: str, option: str) -> Path:
         raise UserError(f"{option} is {path!r}, which has more than {MAX_TOKENIZER_BYTES} bytes; name a "
                         "tokenizer.json")
     return file
+
+
+def tokenizer_facts(path: str, is_chat: bool) -> list[str]:
+    """Return the versions of packages and the hashes of files that tokens depend on."""
+    if not path:
+        return []
+    file = tokenizer_file(path, "data.tokenizer")
+    files = [file, *(file.parent / name for name in CHAT_FILES if is_chat)]
+    return [*(f"{name} {version(name)}" for name in ("tokenizers", "jinja2")[:1 + is_chat]),
+            *(hashlib.blake2b(one.read_bytes(), digest_size=16).hexdigest() if one.is_file() else "" for one in files)]
 
 
 def open_tokenizer(path: str, option: str, *, special_tokens: bool) -> TextTokenizer:
@@ -108,18 +123,15 @@ def open_tokenizer(path: str, option: str, *, special_tokens: bool) -> TextToken
     if special_tokens:
         _check_beginning(name, file.parent / "tokenizer_config.json", tokenizer, added[:1])
     end = next(((word, number) for word in END_NAMES if (number := tokenizer.token_to_id(word)) is not None), None)
-    return TextTokenizer(name, tokenizer, vocab, end)
+    return TextTokenizer(name, tokenizer, vocab, end, bool(added))
 
 
-def encoded(texts: Iterable[Text], tokenizer: TextTokenizer | None) -> Iterator[Tokens]:
-    """Tokenize texts as documents, as bytes if there is no tokenizer; skip empty texts."""
-    end = np.array([END_OF_DOCUMENT], dtype=np.uint16)
-    for group in in_groups((text for text in texts if text.content), lambda text: len(text.content)):
-        if tokenizer is None:
-            yield from (Tokens(np.concatenate([np.frombuffer(text.content, np.uint8), end]), None) for text in group)
-        else:
-            found = tokenizer.documents([_decoded(text) for text in group])
-            yield from (Tokens(np.array(ids, dtype=np.int64), None) for ids in found)
+def encoded(texts: Sequence[Text], tokenizer: TextTokenizer | None) -> list[Tokens]:
+    """Tokenize texts as documents, as bytes if there is no tokenizer."""
+    if tokenizer is None:
+        end = np.array([END_OF_DOCUMENT], dtype=np.uint16)
+        return [Tokens(np.concatenate([np.frombuffer(text.content, np.uint8), end]), None) for text in texts]
+    return [Tokens(np.array(ids, dtype=np.int64), None) for ids in tokenizer.documents([*map(_decoded, texts)])]
 
 
 def in_groups(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:

@@ -41,6 +41,7 @@ from distca.runtime.transport.interface import TransportError
 
 ALIVE, DONE, ENDED, SILENT, STUCK = range(5)  # message kinds; the last three are verdicts about a rank
 MAX_INTERVAL_SECONDS = 5.0
+MEET_SECONDS = 0.1
 GRACE_SECONDS = 1.5  # time for the main thread to fail by itself and close its files
 TRIM_STEPS = 10      # optimizer steps between two trims of the heap
 TRIM_CALLS = 256     # calls between two trims, on a dedicated server, which has no steps
@@ -67,6 +68,13 @@ class Liveness:
         for thread in self._threads:
             thread.start()
         return self
+
+    def meet(self) -> None:
+        """Wait, once and however long, until every rank has called this; a lost rank ends the run."""
+        store = distributed_c10d._get_default_store()
+        store.add("liveness/met", 1)
+        while store.add("liveness/met", 0) < self.world:
+            time.sleep(MEET_SECONDS)
 
     def close(self) -> None:
         """Announce that this rank is done, so that the next rank does not report its end as a failure."""

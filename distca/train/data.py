@@ -6,7 +6,7 @@ tokens that are placed on it.
 
 A document is cut at the end of a micro-batch and after `max_document` tokens. The rest becomes a separate document:
 there is no attention and no label across a cut. After its last document, the corpus repeats in a new order, also in the
-middle of a batch.
+middle of a batch. With `data.mix`, each source is a stream of its own, and one stream takes from all by their weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from distca.corpus.corpora import Corpus, hold_out, open_corpus
+from distca.corpus.cache import Cache
+from distca.corpus.corpora import Corpus, JoinedCorpus, hold_out, joined, open_corpus
 from distca.planning.step import MicroBatch
 from distca.spec import ModelShape, unknown_name
 from distca.train.settings import MODES, Settings
@@ -28,18 +29,20 @@ from distca.validation import UserError
 from distca.workload.documents import IGNORED
 from distca.workload.packing import NanoBatch
 
-Position = dict[str, int | str]  # the stream's next token, and figures that identify the corpus
+Position = dict[str, Any]  # the stream's next token, and figures that identify the corpus
 
 
-def open_corpora(settings: Settings) -> tuple[Corpus, Corpus | None]:
-    """Open the training documents and the held-out documents, if there are any."""
+def open_corpora(settings: Settings, *, verify: bool = False) -> tuple[Corpus, Corpus | None]:
+    """Open the training documents and the held-out documents, if there are any; `verify` reads caches in full."""
     data, chosen = settings.data, settings.eval
-    opened = partial(open_corpus, data.source, content=data.content, field=data.field, tokenizer=data.tokenizer,
-                     vocab=data.vocab)
-    whole = opened(data.path, split=data.split)
-    if chosen.path:
-        return whole, opened(chosen.path)
-    return hold_out(whole, chosen.fraction, data.seed) if chosen.fraction else (whole, None)
+    opened = partial(open_corpus, content=data.content, field=data.field, tokenizer=data.tokenizer, vocab=data.vocab,
+                     cache=Cache(data.cache, verify))
+    parts = [opened(one.kind, one.path, split=data.split) for one in data.sources()]
+    weights = [one.weight for one in data.sources()]
+    if chosen.fraction:
+        divided = [hold_out(part, chosen.fraction, data.seed) for part in parts]
+        return joined([trained for trained, _ in divided], weights), joined([held for _, held in divided])
+    return joined(parts, weights), opened(data.kind_of(chosen.path), chosen.path) if chosen.path else None
 
 
 class TextPiece(NamedTuple):
@@ -63,42 +66,45 @@ class Stream:
         lengths = np.ascontiguousarray(lengths, dtype=np.int64)
         if not lengths.any():
             raise UserError(f"the corpus has {len(lengths)} documents and no token; give at least one document")
-        longest = max_document or int(lengths.max())
-        count = -(-lengths // longest)                           # [documents] number of pieces
-        self._document = np.repeat(np.arange(len(count)), count)  # [pieces]
-        self._begin = (np.arange(len(self._document)) - np.repeat(np.cumsum(count) - count, count)) * longest
-        self._end = np.minimum(self._begin + longest, lengths[self._document])
+        self._longest = max_document or int(lengths.max())
+        self._lengths = lengths.astype(np.min_scalar_type(lengths.max()))  # a corpus may have many millions
+        stops = np.cumsum(-(-lengths // self._longest))          # [documents] pieces up to its end
+        self._num_pieces = int(stops[-1])
+        self._stops = stops if (lengths > self._longest).any() or not lengths.all() else None  # None: one piece each
         self._seed = seed
         self._corpus: Position = {
             "seed": seed, "max_document": max_document, "num_documents": len(lengths),
             "num_tokens": int(lengths.sum()),
-            "lengths_digest": hashlib.blake2b(lengths.tobytes(), digest_size=8).hexdigest()}
-        self._taken = 0                                          # tokens since the start of the run
-        self._epoch, self._index, self._offset = -1, 0, 0
+            "lengths_digest": hashlib.blake2b(lengths.data, digest_size=8).hexdigest()}
+        self.taken = 0                                           # tokens since the start of the run
+        self._epoch, self._index, self.offset = -1, 0, 0         # `offset`: tokens taken of the next piece
         self._enter(0)
 
     def take(self, num_tokens: int) -> list[TextPiece]:
         """Return the next pieces, with `num_tokens` tokens in total."""
         pieces: list[TextPiece] = []
-        left = num_tokens
-        while left > 0:
-            at = int(self._order[self._index])
-            start, end = int(self._begin[at]) + self._offset, int(self._end[at])
-            stop = min(start + left, end)
-            pieces.append(TextPiece(int(self._document[at]), start, stop))
-            left -= stop - start
-            self._offset += stop - start
-            if stop == end:
-                self._index, self._offset = self._index + 1, 0
-                if self._index == len(self._order):
-                    self._enter(self._epoch + 1)
-        self._taken += num_tokens
+        while num_tokens > 0:
+            pieces.append(self.next(num_tokens))
+            num_tokens -= pieces[-1].stop - pieces[-1].start
         return pieces
+
+    def next(self, most: int) -> TextPiece:
+        """Return the next piece, or up to `most` tokens of it."""
+        document, begin, end = self._piece(self._index)
+        start = begin + self.offset
+        stop = min(start + most, end)
+        self.taken += stop - start
+        self.offset += stop - start
+        if stop == end:
+            self._index, self.offset = self._index + 1, 0
+            if self._index == self._num_pieces:
+                self._enter(self._epoch + 1)
+        return TextPiece(document, start, stop)
 
     def state(self) -> Position:
         """Return the position of the next token; `load` on a stream of the same corpus continues there."""
-        return {**self._corpus, "epoch": self._epoch, "index": self._index, "offset": self._offset,
-                "tokens": self._taken}
+        return {**self._corpus, "epoch": self._epoch, "index": self._index, "offset": self.offset,
+                "tokens": self.taken}
 
     def load(self, state: Mapping[str, Any]) -> None:
         seed, epoch, index, offset, taken = (
@@ -113,14 +119,56 @@ class Stream:
                 "those; give the same [data], or begin anew from the weights alone with model.load")
         if epoch != self._epoch:
             self._enter(epoch)
-        if index >= len(self._order) or offset >= (self._end - self._begin)[self._order[index]]:
+        _, begin, end = self._piece(index) if index < self._num_pieces else (0, 0, 0)
+        if offset >= end - begin:
             raise UserError(f"the saved data position, document {index} of the epoch at token {offset}, is outside "
                             "the corpus; use another checkpoint")
-        self._index, self._offset, self._taken = index, offset, taken
+        self._index, self.offset, self.taken = index, offset, taken
+
+    def _piece(self, index: int) -> tuple[int, int, int]:
+        """Return the document, begin and end of a piece of this epoch."""
+        piece = int(self._order[index])
+        if self._stops is None:
+            return piece, 0, int(self._lengths[piece])
+        document = int(np.searchsorted(self._stops, piece, side="right"))
+        begin = (piece - (int(self._stops[document - 1]) if document else 0)) * self._longest
+        return document, begin, min(begin + self._longest, int(self._lengths[document]))
 
     def _enter(self, epoch: int) -> None:
-        self._order = np.random.default_rng([self._seed, epoch]).permutation(len(self._document))
-        self._epoch, self._index, self._offset = epoch, 0, 0
+        order = np.random.default_rng([self._seed, epoch]).permutation(self._num_pieces)
+        self._order = order.astype(np.min_scalar_type(self._num_pieces))
+        self._epoch, self._index, self.offset = epoch, 0, 0
+
+
+class Mix(Stream):
+    """An endless stream of several sources, in which each has the share of tokens that its weight says.
+
+    The next piece is always of the source with the fewest tokens so far for its weight. So every share is met to within
+    the longest pieces of the sources, and cuts between batches change nothing.
+    """
+
+    def __init__(self, corpus: JoinedCorpus, *, seed: int, max_document: int) -> None:
+        self._streams = [Stream(part.lengths(), seed=seed, max_document=max_document) for part in corpus.parts]
+        self._weights, self._firsts = list(corpus.weights), corpus.firsts
+
+    def next(self, most: int) -> TextPiece:
+        """Return the next piece, or up to `most` tokens of it."""
+        source = min(range(len(self._streams)), key=lambda one: (
+            not self._streams[one].offset, self._streams[one].taken / self._weights[one]))  # a piece is finished first
+        piece = self._streams[source].next(most)
+        return piece._replace(document=piece.document + self._firsts[source])
+
+    def state(self) -> Position:
+        return {"weights": self._weights, "sources": [stream.state() for stream in self._streams]}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        sources, weights = state.get("sources"), state.get("weights")
+        if not isinstance(sources, list) or len(sources) != len(self._streams) or weights != self._weights:
+            raise UserError(f"the checkpoint's data.mix has the weights {weights}, this run's {self._weights}; give "
+                            "the same sources with the same weights, or begin anew from the weights alone with "
+                            "model.load")
+        for stream, one in zip(self._streams, sources, strict=True):
+            stream.load(one)
 
 
 def _whole(state: Mapping[str, Any], name: str) -> int:
@@ -163,13 +211,20 @@ class Loader:
             raise UserError("every document is one token long and leaves nothing to predict; give longer documents, "
                             "or raise data.max_document")
         self.corpus, self.settings, self.model, self.rank, self.world = corpus, settings, model, rank, world
-        self._stream = Stream(lengths, seed=settings.data.seed, max_document=settings.data.max_document)
+        seed, max_document = settings.data.seed, settings.data.max_document
+        self._stream = (Mix(corpus, seed=seed, max_document=max_document)
+                        if isinstance(corpus, JoinedCorpus) and corpus.weights else
+                        Stream(lengths, seed=seed, max_document=max_document))
         self.start = self._stream.state()
 
     def check(self, position: Mapping[str, Any]) -> Position:
         """Return a checkpoint's position; raise a UserError if it belongs to another corpus."""
         self._stream.load(position)
         return self._stream.state()
+
+    def epochs(self, position: Position) -> tuple[float, ...]:
+        """Return how often each source's tokens have been taken up to a position."""
+        return tuple(one["tokens"] / one["num_tokens"] for one in position.get("sources", [position]))
 
     def take(self, position: Position) -> tuple[Documents, Position]:
         """Return the documents of the batch at a position, for all data ranks, and the position of the next batch."""

@@ -21,7 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from distca.train.run_log import RECENT, RunSummary, StepRecord, Tally, as_json, open_log, trackers_for
-from distca.train.settings import Settings
+from distca.train.settings import Data, Settings
 from distca.validation import write_own
 
 REFRESH_PER_SECOND = 2
@@ -77,7 +77,7 @@ class Observer:
         ended = _ended(summary, self.settings.run.steps, stopped)
         content = {"ended": ended, "wall_seconds": wall_seconds, **as_json(summary)}
         write_own(self.folder / "summary.json", json.dumps(content, indent=2) + "\n")
-        for line in (*summary_lines(summary, ended, wall_seconds, self.folder, self.settings.attention.mode),
+        for line in (*summary_lines(summary, ended, wall_seconds, self.folder, self.settings),
                      f"Its curves as a page: distca report {shlex.quote(str(self.folder))}"):
             self.console.print(line, markup=False, soft_wrap=True)
         return summary
@@ -102,7 +102,7 @@ class _LiveDisplay:
     """Redraws a panel in place, also during a slow step."""
 
     def __init__(self, settings: Settings, world: int, console: Console) -> None:
-        self.steps, self.title = settings.run.steps, title(settings, world)
+        self.steps, self.title, self.data = settings.run.steps, title(settings, world), settings.data
         self.recent: deque[StepRecord] = deque(maxlen=NUM_RECENT)
         self.evaluated: StepRecord | None = None
         self.start = perf_counter()
@@ -137,6 +137,7 @@ class _LiveDisplay:
             ("exposed", f"{_share(record.exposed_seconds, record.seconds)} of the step in exchanges, "
                         f"{_share(record.host_seconds, record.seconds)} for the batch"),
             ("memory", size(record.memory_bytes)),
+            *([("epochs", epochs_text(record.epochs, self.data))] if record.epochs else []),
             ("optimizer", f"lr {record.lr:.2e}, gradient norm {record.grad_norm:.2f}"),
             ("time", f"{clock(perf_counter() - self.start)}, about {clock(left)} left"),
         ):
@@ -158,17 +159,20 @@ def plain_line(record: StepRecord, steps: int) -> str:
             f"exposed {_share(record.exposed_seconds, record.seconds)}  memory {size(record.memory_bytes)}")
 
 
-def summary_lines(summary: RunSummary, ended: str, wall_seconds: float, folder: Path, mode: str) -> list[str]:
+def summary_lines(
+    summary: RunSummary, ended: str, wall_seconds: float, folder: Path, settings: Settings
+) -> list[str]:
     lines = (
         ("time", f"{clock(wall_seconds)}, of which {clock(summary.seconds)} in steps"),
         ("loss", f"{summary.first_loss:.4f} → {summary.final_loss:.4f}, {summary.recent_loss:.4f} over the last "
                  f"{min(summary.steps, RECENT)} steps"),
         *([("held out", f"{summary.eval_loss:.4f} at the last evaluation")] if summary.eval_loss is not None else []),
+        *([("epochs", epochs_text(summary.epochs, settings.data))] if summary.epochs else []),
         ("speed", f"{summary.tokens_per_second:,.0f} tokens/s{used(summary.mfu)}"),
         ("computing", f"{100 * summary.attention_share:.1f} % of the steps in attention, "
                       f"{100 * summary.linear_share:.1f} % in linear layers"),
         ("attention work", f"{summary.work_before:.2f} → {summary.work_after:.2f} × the mean on the busiest rank: "
-                           f"{_gained(summary, mode)}"),
+                           f"{_gained(summary, settings.attention.mode)}"),
         *([("pipeline", bubbles(summary.bubble_share, summary.served_in_bubbles))] if summary.bubble_share else []),
         ("moved", f"{size(summary.bytes_per_layer)} a layer"),
         ("exposed", f"{100 * summary.exposed_share:.1f} % of the steps waiting for exchanges, "
@@ -204,6 +208,12 @@ def bubbles(share: float, served: float) -> str:
 def server_speeds(speed: Sequence[float]) -> str:
     slowest, fastest = min(speed), max(speed)
     return f"speeds {slowest:.2f} (rank {speed.index(slowest)} of the pool) to {fastest:.2f} of the median"
+
+
+def epochs_text(epochs: Sequence[float], data: Data) -> str:
+    """Return how often the data were taken, by source if there are several."""
+    names = [f"{one.path} " if data.mix else "" for one in data.sources()]
+    return ", ".join(f"{name}{taken:.3g}" for name, taken in zip(names, epochs, strict=True))
 
 
 def used(mfu: float | None) -> str:

@@ -64,6 +64,7 @@ class StepRecord:
     attention_seconds: float = 0.0  # computing core attention, mean over the training ranks
     linear_seconds: float = 0.0  # computing the rest of the model, mean over the training ranks
     mfu: float | None = None  # model FLOPs over the GPUs' peak FLOPs in the step; None if the peak is unknown
+    epochs: tuple[float, ...] | None = None  # how often each source's tokens have been taken since the start
     tolerance: float | None = None  # the chosen one, if attention.tolerance is auto
     attention_seconds_max: float | None = None  # the slowest rank's, with attention.adapt
     server_speed: tuple[float, ...] | None = None  # [servers] relative to the median, with attention.adapt
@@ -93,6 +94,7 @@ class RunSummary:
     attention_share: float = 0.0  # of the time inside steps
     linear_share: float = 0.0
     mfu: float | None = None  # over the time inside steps
+    epochs: tuple[float, ...] | None = None  # of each source, at the end
 
     @property
     def work_gain(self) -> float:
@@ -135,7 +137,7 @@ class Tally:
             steps=self.steps, last_step=self.last.step, tokens=sums["tokens"], seconds=sums["seconds"],
             first_loss=self.first.loss, final_loss=self.last.loss, recent_loss=sum(self.recent) / len(self.recent),
             tokens_per_second=sums["tokens"] / seconds, memory_bytes=self.memory_bytes,
-            bubble_share=self.last.bubble_share, eval_loss=self.eval_loss,
+            bubble_share=self.last.bubble_share, eval_loss=self.eval_loss, epochs=self.last.epochs,
             mfu=None if self.last.mfu is None else self.used_seconds / seconds, **means, **shares)
 
 
@@ -184,8 +186,9 @@ def trackers_for(settings: Settings, folder: Path) -> list[Tracker]:
 
 
 def figures(record: StepRecord) -> dict[str, float]:
-    """Return the figures of a step that are not None, by name; a server's speed as server_speed/number."""
+    """Return the figures of a step that are not None, by name; of lists as server_speed/number, epochs/number."""
     known = {name: value for name in LOGGED if (value := getattr(record, name)) is not None}
+    known |= {f"epochs/{source}": taken for source, taken in enumerate(record.epochs or ())}
     return known | {f"server_speed/{server}": speed for server, speed in enumerate(record.server_speed or ())}
 
 

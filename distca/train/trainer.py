@@ -66,7 +66,11 @@ def run(settings: Settings) -> int:
     ranks = Liveness(settings.run.timeout_seconds, launch.end_rank).start()
     finished = False
     try:
-        if env.rank < num_training(settings, env.world):
+        trains = env.rank < num_training(settings, env.world)
+        if trains and env.local_rank == 0 and settings.data.is_cached:
+            open_corpora(settings, verify=True)                  # tokenizes; the other ranks then find the cache
+        ranks.meet()
+        if trains:
             trainer = Trainer(settings, device)
             trainer.train()
             finished = trainer.step >= settings.run.steps
@@ -227,7 +231,8 @@ class Trainer:
             bubble_share=plan.ticks.bubble_share(), served_in_bubbles=summary.served_in_bubbles,
             tolerance=plan.plans[0].tolerance if plan.tried else None,
             attention_seconds_max=None if self.speeds is None else self.speeds.slowest_seconds,
-            server_speed=None if self.speeds is None else self.speeds.for_log)
+            server_speed=None if self.speeds is None else self.speeds.for_log,
+            epochs=self.batches.loader.epochs(self.batches.position))
 
     def forward_backward(self, batch: Batch) -> torch.Tensor:
         """Compute gradients of the mean loss over all ranks' labels; return the summed loss of this rank's labels."""

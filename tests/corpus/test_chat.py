@@ -12,6 +12,7 @@ import tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from distca.corpus.cache import Cache
 from distca.corpus.chat import Rendered, compile_template, encoded_chats, tokens_in
 from distca.corpus.corpora import Corpus, open_corpus
 from distca.corpus.tokenizers import open_tokenizer
@@ -216,6 +217,28 @@ def test_a_block_that_no_conversation_reaches_changes_nothing(
     seen_by_jinja = "if false" in unused or "set never" in unused
     assert said == ["3 conversations reach no {% generation %} block of the chat template: all that the assistant says "
                     "in them is in the loss"] * seen_by_jinja
+
+
+def test_a_cached_chat_is_the_same_and_another_template_has_another_cache(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distca.corpus.cache.CHUNK_TOKENS", 1)
+    monkeypatch.setattr("distca.corpus.tokenizers.TEXTS_PER_CALL", 1)
+    cache = Cache(str(folder / "cache"))
+    for number, template in enumerate((MARKED, FORGETFUL, PLAIN + "{% if false %}{% generation %}{% endgeneration %}"
+                                       "{% endif %}"), start=1):
+        write_template(folder, template)
+        caplog.clear()
+        with caplog.at_level("INFO", logger="distca"):
+            expected = columns(chats(folder))
+            said = [line for line in caplog.messages if "tokenizing" not in line]
+            for _ in range(2):
+                caplog.clear()
+                found = open_corpus("jsonl", str(folder / "chats.jsonl"), content="chat", tokenizer=str(folder),
+                                    cache=cache)
+                assert columns(found) == expected
+                assert [line for line in caplog.messages if str(folder / "cache") not in line] == said
+        assert len(list((folder / "cache").iterdir())) == number
 
 
 @pytest.mark.parametrize("state", ["truncation", "padding", "dropout", "trimmed offsets"])

@@ -6,8 +6,8 @@ import logging
 import struct
 import sys
 import tempfile
-from collections.abc import Iterator
-from itertools import chain
+from collections.abc import Iterable
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,13 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.corpus import corpora
-from distca.corpus.corpora import Corpus, MegatronCorpus, in_memory, open_corpus
+from distca.corpus import cache
+from distca.corpus.cache import in_memory
+from distca.corpus.corpora import Corpus, MegatronCorpus, open_corpus
 from distca.corpus.files import standard_library_files
 from distca.corpus.lengths import standard_library_lengths
-from distca.corpus.tokenizers import Tokens
+from distca.corpus.records import RawDocuments
+from distca.corpus.tokenizers import MAX_CALL_CHARS, Tokens
 from distca.train.settings import Settings
 from distca.train.settings.preflight import check_machine
 from tests.support.refusals import refusal
@@ -405,20 +407,18 @@ def test_bytes_for_a_model_with_a_tokenizer_are_refused(tmp_path: Path) -> None:
 
 # ---- memory and progress
 
+def raw_of(documents: Iterable[np.ndarray], name: str = "the corpus") -> RawDocuments[np.ndarray]:
+    """Documents of tokens, each a group of its own."""
+    return RawDocuments(name, documents, lambda ids: MAX_CALL_CHARS, lambda group: [Tokens(ids, None) for ids in group])
+
+
 def test_reading_that_takes_long_says_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock = 0.0
-
-    def documents() -> Iterator[Tokens]:
-        nonlocal clock
-        for number in range(40):
-            clock += 0.5
-            yield Tokens(np.arange(number + 1), None)
-
-    monkeypatch.setattr(corpora, "perf_counter", lambda: clock)
+    seconds = count(0.0, 0.5)                                    # at the start, and after each document
+    monkeypatch.setattr(cache, "perf_counter", lambda: next(seconds))
     with caplog.at_level(logging.INFO, logger="distca"):
-        corpus = in_memory(documents(), 100, "the corpus")
+        corpus = in_memory(raw_of(np.arange(number + 1) for number in range(40)), 100)
     assert documents_of(corpus) == [list(range(number + 1)) for number in range(40)]
     said = [record.getMessage() for record in caplog.records]
     assert said[0] == "reading the corpus: 2 documents, 3 tokens after 1 s"
@@ -427,5 +427,5 @@ def test_reading_that_takes_long_says_how_far_it_is(
 
 @pytest.mark.parametrize(("vocab", "dtype"), [(2**16, np.uint16), (2**16 + 1, np.int32), (None, np.int32)])
 def test_a_token_takes_two_bytes_or_four(vocab: int | None, dtype: type) -> None:
-    corpus = in_memory((Tokens(np.arange(1000), None) for _ in range(10)), vocab, "numbers")
+    corpus = in_memory(raw_of([np.arange(1000)] * 10), vocab)
     assert corpus.data.dtype == dtype and len(corpus.data) == 10_000 and corpus.loss is None

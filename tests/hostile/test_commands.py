@@ -92,6 +92,8 @@ def train_cases(train: tuple[str]) -> list[tuple[str, str, str]]:
     for name in ("log.folder", "checkpoint.folder"):
         cases += _each(train, f"--{name}", ("/proc", "/proc/1/x", "folder.html/../text/x", "/dev/null/x", "no\x00name"))
     cases += _each(train, "--attention.cost", [name for name in NO_NAMES if name])
+    cases += _each(train, "--data.mix", ("x", "a:b", ":", ",", "a.jsonl:nan", f"a.jsonl:{DIGITS}", f"{ESCAPE}.jsonl:1",
+                                         "none.jsonl:1,loop:2", "text:1"))
     return [*cases, *((*train, *more) for more in (("--ranks", "100000"), ("--log.folder", "no_text"), ("--bogus", "1"),
                                                    ("--run.steps",)))]
 

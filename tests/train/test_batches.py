@@ -14,7 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.corpus.corpora import Corpus, MemoryCorpus
+from distca.corpus.cache import ArrayCorpus
+from distca.corpus.corpora import Corpus
 from distca.models import model_named
 from distca.runtime.prepared import digest
 from distca.train.batches import Batch, Batches
@@ -28,7 +29,7 @@ MODEL = replace(model_named("tiny"), vocab=1_000_000)
 seeds = st.integers(0, 2**32)
 
 
-class NumberedCorpus(MemoryCorpus):
+class NumberedCorpus(ArrayCorpus):
     """Token number n of the corpus is n, so that a token tells its document and its place there."""
 
     def __init__(self, lengths: list[int]) -> None:
@@ -318,13 +319,13 @@ def test_a_batch_in_the_making_does_not_keep_the_process_alive() -> None:
         import numpy as np
         from distca.models import model_named
         from distca.train.settings import Settings
-        from distca.corpus.corpora import MemoryCorpus
+        from distca.corpus.cache import ArrayCorpus
         from distca.train.batches import Batches
         from distca.train.data import Loader
 
         first, second = threading.Event(), threading.Event()
 
-        class Slow(MemoryCorpus):
+        class Slow(ArrayCorpus):
             def tokens(self, document):
                 if first.is_set():
                     second.set()
@@ -353,7 +354,7 @@ def test_what_cannot_be_trained_on_is_refused() -> None:
     single = [(NumberedCorpus([1, 1]), some_settings()), (corpus, some_settings(data__max_document=1))]
     for unlearnable, chosen in single:
         assert "nothing to predict" in refusal(Loader, unlearnable, chosen, rank=0, world=1, model=MODEL)
-    empty = MemoryCorpus(np.arange(0), np.array([], dtype=np.int64), 2)
+    empty = ArrayCorpus(np.arange(0), np.array([], dtype=np.int64), 2)
     assert "0 documents and no token" in refusal(Loader, empty, some_settings(), rank=0, world=1, model=MODEL)
     assert "did you mean 'home'" in refusal(
         Loader, corpus, some_settings(attention__mode="hom"), rank=0, world=1, model=MODEL)
@@ -361,7 +362,7 @@ def test_what_cannot_be_trained_on_is_refused() -> None:
 
 @pytest.mark.parametrize("token", [-1, 14])
 def test_a_token_outside_the_vocabulary_is_named_when_it_comes(token: int) -> None:
-    corpus = MemoryCorpus(np.array([1, 2, token, 3]), np.array([4]), 14)
+    corpus = ArrayCorpus(np.array([1, 2, token, 3]), np.array([4]), 14)
     object.__setattr__(corpus, "vocab", None)
     loader = batches_of(corpus, some_settings(), rank=0, world=1, model=replace(MODEL, vocab=14))
     assert f"document 0 of the corpus holds token {token}" in refusal(loader.next)

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from distca.corpus.corpora import MemoryCorpus, held_out
+from distca.corpus.cache import ArrayCorpus
+from distca.corpus.corpora import held_out
 from distca.kernels import dense_attention
 from distca.train.batches import Evaluation, check_fills_a_batch
 from distca.train.data import open_corpora
@@ -46,8 +47,8 @@ def some_settings(folder: Path, name: str, ranks: int = 1, **values: int | float
     return Settings().with_values({
         "run.ranks": ranks, "run.steps": STEPS, "run.dtype": "float64", "run.timeout_seconds": 120,
         "data.source": "jsonl", "data.content": "tokens", "data.vocab": VOCAB,
-        "data.path": str(folder / "trained.jsonl"), "data.max_document": PIECE, "eval.path": str(folder / "held.jsonl"),
-        "eval.every": 1, "batch.micro_batches": MICRO_BATCHES,
+        "data.path": str(folder / "trained.jsonl"), "data.cache": str(folder / "cache"), "data.max_document": PIECE,
+        "eval.path": str(folder / "held.jsonl"), "eval.every": 1, "batch.micro_batches": MICRO_BATCHES,
         "batch.tokens_per_rank": PIECE * tensor * pipeline // ranks, "optimizer.warmup_steps": 0,
         "optimizer.min_lr_ratio": 1.0, "log.folder": str(folder / name),
         **{key.replace("__", "."): value for key, value in values.items()}})
@@ -178,7 +179,7 @@ def test_the_split_is_the_seeds_and_as_large_as_it_should_be() -> None:
 def write_texts(folder: Path, count: int) -> Settings:
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": f"document {n:04}"}) + "\n" for n in range(count)))
     return Settings().with_values({"data.source": "jsonl", "data.path": str(folder / "texts.jsonl"),
-                                   "eval.fraction": 0.25, "eval.every": 1})
+                                   "data.cache": str(folder / "cache"), "eval.fraction": 0.25, "eval.every": 1})
 
 
 def test_every_document_is_trained_on_or_held_out(tmp_path: Path) -> None:
@@ -226,7 +227,7 @@ def test_an_evaluation_takes_no_document_twice(tmp_path: Path) -> None:
 def test_a_step_without_a_token_in_the_loss_is_refused_unless_it_only_looks() -> None:
     loss = np.zeros(64, dtype=bool)
     loss[63] = True
-    corpus = MemoryCorpus(np.arange(64), np.array([64]), 64, loss)
+    corpus = ArrayCorpus(np.arange(64), np.array([64]), 64, loss)
     settings = Settings().with_values({"batch.tokens_per_rank": 32, "batch.ping_pong": False})
     model = decoder_shape(settings.model, 64).model
     loader = batches_of(corpus, settings, rank=0, world=1, model=model)
@@ -243,7 +244,7 @@ def test_a_step_without_a_token_in_the_loss_is_refused_unless_it_only_looks() ->
 def test_labels_are_the_next_tokens_in_the_loss_wherever_they_live(world: int, ping_pong: bool) -> None:
     random = np.random.default_rng(0)
     lengths, loss = random.integers(1, 90, 40), random.random(10_000) < 0.4
-    corpus = MemoryCorpus(np.arange(lengths.sum()), np.cumsum(lengths), 10_000, loss[:lengths.sum()])
+    corpus = ArrayCorpus(np.arange(lengths.sum()), np.cumsum(lengths), 10_000, loss[:lengths.sum()])
     settings = Settings().with_values({"batch.tokens_per_rank": 480 // world, "batch.ping_pong": ping_pong})
     model = decoder_shape(settings.model, 10_000).model
     loaders = [batches_of(corpus, settings, rank=rank, world=world, model=model) for rank in range(world)]

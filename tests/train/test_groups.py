@@ -105,7 +105,8 @@ def test_a_server_that_dies_ends_the_run_by_its_name(tmp_path: Path) -> None:
 @pytest.mark.multiprocess
 def test_trainers_that_fail_end_their_servers(tmp_path: Path) -> None:
     (tmp_path / "words.jsonl").write_text('{"other": "a"}\n')
-    settings = dedicated_run(tmp_path / "log", 3, 1, data__source="jsonl", data__path=str(tmp_path / "words.jsonl"))
+    settings = dedicated_run(tmp_path / "log", 3, 1, data__source="jsonl", data__path=str(tmp_path / "words.jsonl"),
+                             data__cache=str(tmp_path / "cache"))
     process = started(settings, tmp_path, steps_first=1)
     _, err = process.communicate(timeout=240)
     assert process.returncode == 2 and "words.jsonl" in err and "Traceback" not in err

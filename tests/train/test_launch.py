@@ -318,6 +318,7 @@ def _llama_folder(tmp_path: Path, **changes: Any) -> str:
 @pytest.mark.parametrize(("values", "words"), [
     ({"attention.kernel": "fa4"}, ["attention.kernel", "'fa4'", "GPU"]),
     ({"data.source": "text", "data.path": "no/such"}, ["data.path", "no/such"]),
+    ({"data.mix": "no/such.jsonl:1,b.parquet:1"}, ["data.mix", "no/such.jsonl"]),
     ({"data.source": "megatron", "data.path": "no/such.bin"}, ["data.path", "no/such.idx"]),
     ({"data.source": "text", "data.path": ".", "data.tokenizer": "none.json"}, ["data.tokenizer", "none.json"]),
     ({"log.folder": "file/runs"}, ["log.folder", "file/runs"]),

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
-from distca.corpus.corpora import FIELDS, SOURCES
+from distca.corpus.corpora import FIELDS, SOURCES, MixSource, kind_of, sources_of
 from distca.kernels import KERNELS
 from distca.models import TRAINABLE
 from distca.train.settings.declare import Known, Value, from_text, setting, toml_value, typed
@@ -20,6 +20,7 @@ from distca.validation import MAX_RANKS, UserError, read_toml, short
 from distca.workload.packing import PLACEMENTS
 
 MODES = ("disaggregated", "home", "per_document_cp")
+TOKENIZED = ("text", "jsonl", "table")  # kinds of sources that are kept in data.cache
 MAX_STEPS = 10**9
 MAX_SEED = 2**53             # accepted by every random generator
 MAX_SECONDS = 10**8          # three years: the longest timeout of a process group
@@ -79,6 +80,11 @@ class Data:
         "(parquet or Arrow files, a Hugging Face dataset folder), or a Megatron .bin/.idx dataset.", choices=SOURCES,
         common=True)
     path: str = setting("", "File or folder of the documents; none for stdlib.", common=True)
+    mix: str = setting("", "Several sources in place of data.path, each with a weight, its share of the tokens: "
+        "web.jsonl:0.7, books/:0.3. A source is what its suffix says (JSON lines, parquet, Arrow, Megatron), otherwise "
+        "what data.source says.")
+    cache: str = setting("runs/.corpora", "Folder for the tokens of texts, JSON lines and tables: tokenized once, then "
+        "memory-mapped by all ranks and later runs; empty: every rank tokenizes, and keeps the tokens in memory.")
     content: str = setting("text", "What a JSON line or a table's row holds: text, a conversation (the loss is on what "
         "the assistant says), or tokens.", choices=tuple(FIELDS))
     field: str = setting("", "The key or column that holds it; empty is text, messages or input_ids, by data.content.")
@@ -90,6 +96,17 @@ class Data:
     max_document: int = setting(0, "Cut longer documents into documents of this many tokens; 0 leaves them whole.",
         counted=True)
     seed: int = setting(0, "Seed of the order of documents.", most=MAX_SEED)
+
+    def sources(self) -> list[MixSource]:
+        return sources_of(self.mix, self.source, self.path)
+
+    @property
+    def is_cached(self) -> bool:
+        return bool(self.cache) and any(one.kind in TOKENIZED for one in self.sources())
+
+    def kind_of(self, path: str) -> str:
+        """Return which of SOURCES a path is: with a mix by its suffix, otherwise `source`."""
+        return kind_of(path, self.source) if self.mix else self.source
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,12 +70,19 @@ INPUTS_AND_OUTPUTS: list[Rule] = [
     *((lambda s, name=name: s.value(name) and s.model.recompute != "full",
        f"{name} is {{{name}}} but model.recompute is {{model.recompute!r}}; set it to 'full', which keeps no more than "
        "inputs") for name in ("model.tile_tokens", "model.offload")),
-    *((lambda s, name=name: s.value(name) and s.data.source == "stdlib",
+    *((lambda s, name=name: s.value(name) and s.data.source == "stdlib" and not s.data.mix,
        f"{name} is {{{name}!r}} but data.source is 'stdlib', which takes none; set data.source to what your documents "
        "are, such as jsonl") for name in ("data.path", "data.tokenizer")),
-    (lambda s: s.data.source != "stdlib" and not s.data.path,
+    (lambda s: s.data.mix and s.data.path,
+     "data.mix is {data.mix!r} and data.path is {data.path!r}; give one of them"),
+    (lambda s: s.data.mix and s.data.split,
+     "data.split is {data.split!r} but data.mix is {data.mix!r}; leave it empty, and name the files of a split there"),
+    (lambda s: s.data.source != "stdlib" and not s.data.path and not s.data.mix,
      "data.path is empty but data.source is {data.source!r}; name the file or folder to read"),
-    (lambda s: s.data.content != "text" and s.data.source not in ("jsonl", "table"),
+    (lambda s: s.data.mix and {one.kind for one in s.data.sources()} - {"jsonl", "table"} and s.data.content != "text",
+     "data.content is {data.content!r} but data.mix is {data.mix!r}, not all of which are JSON lines or tables; leave "
+     "the others out"),
+    (lambda s: not s.data.mix and s.data.content != "text" and s.data.source not in ("jsonl", "table"),
      "data.content is {data.content!r} but data.source is {data.source!r}; set data.source to jsonl or table"),
     (lambda s: s.data.content == "chat" and not s.data.tokenizer,
      "data.content is 'chat' but data.tokenizer is empty; name the model's tokenizer.json, with its chat template "
@@ -86,7 +93,7 @@ INPUTS_AND_OUTPUTS: list[Rule] = [
      "eval.every is {eval.every} but nothing is held out; set eval.fraction, to 0.01 for example, or eval.path"),
     (lambda s: s.eval.fraction and s.eval.path,
      "eval.fraction is {eval.fraction} and eval.path is {eval.path!r}; give one of them"),
-    (lambda s: s.eval.path and s.data.source == "stdlib",
+    (lambda s: s.eval.path and s.data.kind_of(s.eval.path) == "stdlib",
      "eval.path is {eval.path!r} but data.source is 'stdlib', which has no path; use eval.fraction"),
     (lambda s: s.checkpoint.every and not s.checkpoint.folder,
      "checkpoint.every is {checkpoint.every} but checkpoint.folder is empty; name a folder, or set checkpoint.every "

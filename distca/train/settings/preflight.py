@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from distca.corpus.tokenizers import open_tokenizer
 from distca.train.model.shape import DecoderShape, decoder_shape
 from distca.train.run_log import each_run_its_own
-from distca.train.settings import Settings
+from distca.train.settings import TOKENIZED, Settings
 from distca.train.settings.checks import check_degrees
 from distca.validation import UserError, read_text
 
@@ -122,7 +122,8 @@ def _require_packages(settings: Settings) -> None:
     for package, name, value in (("tensorboard", "log.tensorboard", settings.log.tensorboard),
                                  ("wandb", "log.wandb", settings.log.wandb),
                                  ("safetensors", "model.load", settings.model.load),
-                                 ("xxhash", "checkpoint.folder", settings.checkpoint.folder)):
+                                 ("xxhash", "checkpoint.folder", settings.checkpoint.folder),
+                                 ("xxhash", "data.cache", settings.data.is_cached and settings.data.cache)):
         if value and find_spec(package) is None:
             raise UserError(f"{name} is {json.dumps(value)} but {package} is not installed; run: pip install "
                             f"{package}")
@@ -130,10 +131,12 @@ def _require_packages(settings: Settings) -> None:
 
 def _check_files(settings: Settings) -> None:
     data = settings.data
-    for name, path in (("data.path", data.path), ("eval.path", settings.eval.path)):
-        if path:
-            _check_corpus(name, path, data.source, data.split if name == "data.path" else "")
-    if not data.tokenizer and data.content == "text" and data.source in ("text", "jsonl", "table"):
+    for one in data.sources():
+        if one.path:
+            _check_corpus("data.mix" if data.mix else "data.path", one.path, one.kind, data.split)
+    if settings.eval.path:
+        _check_corpus("eval.path", settings.eval.path, data.kind_of(settings.eval.path), "")
+    if not data.tokenizer and data.content == "text" and any(one.kind in TOKENIZED for one in data.sources()):
         tokenizer = Path(settings.model.load, "tokenizer.json")
         if settings.model.load and tokenizer.is_file():
             raise UserError(f"model.load is {settings.model.load!r}, which has a tokenizer of its own, but "
@@ -190,7 +193,7 @@ def _model(settings: Settings) -> DecoderShape:
     chosen = settings.model
     vocab = 1
     if settings.data.tokenizer:
-        has_texts = settings.data.content == "text" and settings.data.source != "megatron"
+        has_texts = settings.data.content == "text" and {one.kind for one in settings.data.sources()} != {"megatron"}
         vocab = open_tokenizer(settings.data.tokenizer, "data.tokenizer", special_tokens=has_texts).vocab
     if chosen.load and not (Path(chosen.load) / "config.json").is_file():
         raise UserError(f"model.load is {chosen.load!r} but {Path(chosen.load) / 'config.json'} is no file; name the "

@@ -167,7 +167,8 @@ def test_a_run_exports_all_stages_with_its_tokenizer(tmp_path: Path) -> None:
         check_machine(load_settings(None, over))
     small = outcomes_of(small_run(
         tmp_path / "log", 1, tokens=64, model__config=str(tmp_path / "mine"), model__vocab=50, data__source="text",
-        data__path=str(tmp_path / "texts"), data__tokenizer=str(tmp_path / "tokenizer.json")))[0].error
+        data__path=str(tmp_path / "texts"), data__tokenizer=str(tmp_path / "tokenizer.json"),
+        data__cache=str(tmp_path / "cache")))[0].error
     assert small is not None and "vocabulary of 50 but the data has 96 different tokens" in small
 
 

@@ -63,9 +63,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def options(folder: Path, family: str) -> dict[str, str]:
     return {"model.load": str(folder / family), "data.source": "text", "data.path": str(folder / "texts"),
-            "data.max_document": "600", "run.steps": str(STEPS), "run.dtype": "float64", "run.threads": "1",
-            "run.timeout_seconds": "120", "batch.micro_batches": str(MICRO_BATCHES), "optimizer.lr": str(LR),
-            "optimizer.warmup_steps": str(WARMUP), "optimizer.min_lr_ratio": "1"}
+            "data.cache": str(folder / "cache"), "data.max_document": "600", "run.steps": str(STEPS),
+            "run.dtype": "float64", "run.threads": "1", "run.timeout_seconds": "120",
+            "batch.micro_batches": str(MICRO_BATCHES), "optimizer.lr": str(LR), "optimizer.warmup_steps": str(WARMUP),
+            "optimizer.min_lr_ratio": "1"}
 
 
 @cache
