@@ -116,8 +116,8 @@ class BalancedCoreAttention(MegatronModule):
         group, pool = packed.cp_group, shared_attention(packed.cp_group, **self.options)
         rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
         if ranks != (packed.local_cp_size or ranks):
-            raise UserError(f"packed_seq_params.local_cp_size is {packed.local_cp_size} but cp_group has {ranks} ranks; "
-                            "pass the group that Megatron dealt the documents to")
+            raise UserError(f"packed_seq_params.local_cp_size is {packed.local_cp_size} but cp_group has {ranks} "
+                            "ranks; pass the group that Megatron dealt the documents to")
         attach(self, pool)
         given = _dealt_edges(packed, ranks * len(query))
         batch = pool.begin_once(given.edges, partial(_chunks, given, ranks * len(query), rank, ranks),

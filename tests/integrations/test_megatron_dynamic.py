@@ -74,7 +74,7 @@ def dealt(transport: Transport, settings: dict[str, Any]) -> list[int]:
 
     plain.cpu_megatron(hybrid_context_parallel=True)
     hybrid_cp_schedule.torch = rope_utils.torch = CpuTorch()
-    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment, method-assign]
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     documents = trainers.rows_of_tokens(ROWS[transport.size], plain.VOCAB)
     theirs = plain.gpt(get_gpt_layer_local_spec())
     _, expected = plain.expected_of(theirs, documents)
