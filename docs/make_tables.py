@@ -47,7 +47,8 @@ def versions() -> str:
 def _ended(counts: dict[str, int] | None) -> str:
     if counts is None:
         return "not run"
-    return f"{counts['passed']:,} passed" + (f", **{counts['failed']} failed**" if counts["failed"] else "")
+    return f"{counts['passed']:,} passed" + (f", **{counts['failed']} failed**" if counts["failed"] else "") + (
+        f", {counts['skipped']} skipped" if counts["skipped"] else "")
 
 
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {  # mark in the page -> page, table
