@@ -29,8 +29,7 @@ SELECTIONS = {                                                   # name -> paths
                  "tests/test_api.py", "tests/test_baselines.py", "tests/test_dispatch.py", "tests/test_imports.py",
                  "tests/test_models.py", "tests/test_spec.py", "tests/test_validation.py", "-m", QUICK],
     "runtime": ["tests/kernels", "tests/runtime", "--ignore=tests/kernels/hopper"],
-    "train": ["tests/train/model", "tests/train/settings", "tests/train/checkpoint", "tests/train/test_trainer.py",
-              "tests/train/test_pipeline.py"],
+    "train": ["tests/train", "-m", QUICK],
     "integrations": ["tests/integrations"],
 }
 FACTS = """
