@@ -1,12 +1,13 @@
-"""Write the tables of docs/ that are made from the package: its rooms, and the settings of `distca train`.
+"""Write the tables of docs/ that are made from something: rooms, settings of `distca train`, versions that were tested.
 
-    python docs/make_tables.py            # after a room or a setting was added, renamed or explained anew
+    python docs/make_tables.py            # after a room or a setting changed, or after benchmarks/versions.py
     python docs/make_tables.py --files    # print every module with its first line instead
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -33,9 +34,27 @@ def settings() -> str:
     return "\n".join(["| setting | default | meaning |", "|---|---|---|", *entries]) + "\n"
 
 
+def versions() -> str:
+    """The environments that benchmarks/versions.py ran, and how the tests ended in each."""
+    kept = json.loads((ROOT / "benchmarks/results/versions.json").read_text(encoding="utf-8"))["environments"]
+    names = list(dict.fromkeys(name for one in kept for name in one["tests"]))
+    heads = ["Python" if package == "python" else package for package in kept[0]["versions"]]
+    rows = [[*(version or "–" for version in one["versions"].values()),
+             *(_ended(one["tests"].get(name)) for name in names)] for one in kept]
+    return "".join(f"| {' | '.join(row)} |\n" for row in ([*heads, *names], ["---"] * (len(heads) + len(names)), *rows))
+
+
+def _ended(counts: dict[str, int] | None) -> str:
+    if counts is None:
+        return "not run"
+    return f"{counts['passed']:,} passed" + (f", **{counts['failed']} failed**" if counts["failed"] else "") + (
+        f", {counts['skipped']} skipped" if counts["skipped"] else "")
+
+
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {  # mark in the page -> page, table
     "rooms": ("docs/design/architecture.md", rooms),
     "settings": ("docs/reference/settings.md", settings),
+    "versions": ("docs/guide/versions.md", versions),
 }
 
 

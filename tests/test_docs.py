@@ -41,7 +41,7 @@ def test_the_readmes_figures_are_of_the_measured_page() -> None:
         assert row in measured
 
 
-@pytest.mark.parametrize("mark", ["rooms", "settings"])
+@pytest.mark.parametrize("mark", ["rooms", "settings", "versions"])
 def test_tables_are_those_of_the_package(mark: str) -> None:
     made = load(ROOT / "docs/make_tables.py")
     page = (ROOT / made.TABLES[mark][0]).read_text(encoding="utf-8")

@@ -7,7 +7,7 @@ import re
 _SUPPORTED = {  # first supported version, first unsupported one
     "transformers": ((5, 4), (6, 0)),
     "torchtitan": ((0, 3), (0, 4)),
-    "megatron-core": ((0, 16), (0, 17)),
+    "megatron-core": ((0, 16), (0, 20)),
 }
 
 

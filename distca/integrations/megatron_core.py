@@ -7,6 +7,9 @@ do not. Batches that are not packed use Megatron's attention.
 
 THD has no field for a row's first position in its document, and Megatron's RoPE begins every sequence at 0. Documents
 that span ranks therefore need `follow_positions(model)`: attention and RoPE then use GPTModel's `position_ids`.
+
+With Megatron's dynamic (hybrid) context parallelism, ranks run different numbers of forwards, so the pool of a forward
+is the `cp_group` that Megatron dealt its documents to.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from distca.integrations import check_version, not_installed
-from distca.integrations.document_lengths import PackedEdges
+from distca.integrations.document_lengths import PackedEdges, RowSlices, whole_documents
 from distca.integrations.packed import PackedAttention, PackedBatch, attach, shared_attention
 from distca.runtime.transport import Transport
 from distca.validation import UserError
@@ -45,6 +48,7 @@ check_version("megatron-core", megatron.core.__version__)
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 _ROTATED = ("rope", "learned_absolute", "none")                  # position embeddings that can begin past 0
 _POSITIONS = "distca_positions"                                  # attribute of packed_seq_params: [tokens], on the host
+_EDGES = "distca_edges"                                          # the same: [0, tokens] of a single document
 
 
 class BalancedCoreAttention(MegatronModule):
@@ -86,7 +90,11 @@ class BalancedCoreAttention(MegatronModule):
         if attention_mask is not None:
             raise UserError("attention_mask came with packed_seq_params, which alone say where documents begin; pass "
                             "attention_mask=None")
-        return self._attend(query, key, value, packed_seq_params).flatten(1)
+        if packed_seq_params.local_cp_size is None and packed_seq_params.cp_group is None:
+            return self._attend(query, key, value, packed_seq_params).flatten(1)
+        if query.ndim == 3:
+            return self._attend_dealt(query, key, value, packed_seq_params).flatten(1)
+        return self._attend_dealt(*(x.squeeze(1) for x in (query, key, value)), packed_seq_params).flatten(1)[:, None]
 
     @torch.compiler.disable(reason="distca's attention exchanges with other ranks")
     def _attend(
@@ -101,6 +109,22 @@ class BalancedCoreAttention(MegatronModule):
         if self.config.expert_model_parallel_size > 1 and self.config.moe_token_dispatcher_type == "allgather":
             _check_equal_tokens(batch)
         return self.pool.attend(query, key, value, batch, scale=self.scale, window=self.window)
+
+    @torch.compiler.disable(reason="distca's attention exchanges with other ranks")
+    def _attend_dealt(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams
+    ) -> torch.Tensor:
+        """Attend this rank's chunks of documents that dynamic context parallelism dealt to `packed.cp_group`."""
+        group, pool = packed.cp_group, shared_attention(packed.cp_group, **self.options)
+        rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+        if ranks != (packed.local_cp_size or ranks):
+            raise UserError(f"packed_seq_params.local_cp_size is {packed.local_cp_size} but cp_group has {ranks} "
+                            "ranks; pass the group that Megatron dealt the documents to")
+        attach(self, pool)
+        given = _dealt_edges(packed, ranks * len(query))
+        batch = pool.begin_once(given.edges, partial(_chunks, given, ranks * len(query), rank, ranks),
+                                (query, key, value), layer=self.layer_number, beside=None, in_pool=ranks > 1)
+        return pool.attend(query, key, value, batch, scale=self.scale, window=self.window)
 
 
 def enable(
@@ -178,6 +202,31 @@ def _check_equal_tokens(batch: PackedBatch) -> None:
     if tokens and min(tokens) < max(tokens):
         raise UserError(f"moe_token_dispatcher_type is 'allgather', for which all ranks need as many tokens, but they "
                         f"have {min(tokens)} to {max(tokens)}; set it to 'alltoall'")
+
+
+def _dealt_edges(packed: PackedSeqParams, num_tokens: int) -> PackedEdges:
+    """Return the edges of whole documents over all ranks of `cp_group`; "sbhd", a single document, has none."""
+    if packed.qkv_format != "sbhd":
+        return replace(_edges(packed), positions=None)           # chunks say where a row's tokens are
+    kept = getattr(packed, _EDGES, None)
+    if kept is None or int(kept[-1]) != num_tokens:
+        kept = torch.tensor([0, num_tokens])
+        setattr(packed, _EDGES, kept)
+    return PackedEdges(kept)
+
+
+def _chunks(given: PackedEdges, num_tokens: int, rank: int, ranks: int) -> RowSlices:
+    """Return a rank's slices where context parallelism gives rank r chunks r and 2 · ranks - 1 - r of each document."""
+    lengths = given.slices(num_tokens).length
+    if ranks == 1:
+        return whole_documents(lengths)
+    for length in lengths:
+        if length % (2 * ranks):
+            raise UserError(f"a document has {length} tokens, which {ranks} ranks of its cp_group cannot cut into "
+                            f"{2 * ranks} equal chunks; pad it to a multiple of {2 * ranks}")
+    cut = [(place * length // (2 * ranks), length // (2 * ranks), document) for document, length in enumerate(lengths)
+           for place in (rank, 2 * ranks - 1 - rank)]
+    return RowSlices(*zip(*cut, strict=True))
 
 
 def _check_lengths(packed: PackedSeqParams) -> None:

@@ -39,7 +39,7 @@ _OPTIONS = ("group", "model", "tolerance", "kernel", "state", "transport", "cost
 Qkv = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)                                           # frozen, torch 2.11 compiles anew for every plan in it
 class PackedBatch:
     """A micro-batch of packed documents. Keep it for all layers, and until recomputation has replayed them."""
 

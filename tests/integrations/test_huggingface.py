@@ -295,7 +295,7 @@ SMALLER: dict[str, Any] = {**SIZE, "num_hidden_layers": 1}
                                               add_cross_attention=True)), "gpt2: it has cross-attention"),
     (lambda: small("gemma3", use_bidirectional_attention=True), "gemma3_text: its attention is not causal"),
     (lambda: hf.BertModel(hf.BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=97,
-                                        attention_probs_dropout_prob=0)), "bert: its attention is not causal"),
+                                        attention_probs_dropout_prob=0.0)), "bert: its attention is not causal"),
     (lambda: hf.BloomModel(hf.BloomConfig(hidden_size=32, n_layer=1, n_head=2, vocab_size=97, attention_dropout=0)),
      "bloom: its attention does not go through"),
     (lambda: hf.GlmMoeDsaForCausalLM(hf.GlmMoeDsaConfig(

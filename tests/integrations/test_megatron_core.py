@@ -16,7 +16,7 @@ from tests.support.processes import run_processes, values
 
 HAVE_MEGATRON = importlib.util.find_spec("megatron") is not None
 needs_megatron = pytest.mark.skipif(not HAVE_MEGATRON, reason="megatron-core is not installed: pip install "
-                                                              "'megatron-core>=0.16,<0.17'")
+                                                              "'megatron-core>=0.16,<0.20'")
 VOCAB = 64
 ROWS = {
     2: [[40, 1, 300, 7], [1, 25, 1]],
@@ -67,7 +67,7 @@ def gpt(spec: Any, first: bool = True, last: bool = True, **settings: Any) -> An
         hidden_dropout=0.0, use_cpu_initialization=True, bias_dropout_fusion=False, masked_softmax_fusion=False,
         **settings)
     return GPTModel(config, spec, VOCAB, 1024, pre_process=first, post_process=last, position_embedding_type="rope",
-                    share_embeddings_and_output_weights=False, parallel_output=False, vp_stage=vp_stage)
+                    share_embeddings_and_output_weights=False, parallel_output=False, vp_stage=vp_stage).double()
 
 
 def one_by_one(model: Any, documents: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -134,8 +134,8 @@ def check_equal(transport: C10dTransport, rows: list[list[int]], settings: dict[
     actual = summed({"loss": loss.detach(), **{name: x.grad for name, x in ours.named_parameters()}})
     alone, expected = expected_of(theirs, documents)
     first = sum(len(row) for row in rows[:transport.rank])
-    torch.testing.assert_close(logits, torch.cat(alone[first:first + len(mine)]), rtol=1e-5, atol=1e-5)
-    trainers.assert_same(actual, expected)
+    torch.testing.assert_close(logits, torch.cat(alone[first:first + len(mine)]), rtol=1e-9, atol=1e-9)
+    trainers.assert_same(actual, expected, 1e-9)
     first, second = (layer.self_attention.core_attention.pool for layer in ours.decoder.layers)
     assert latest_plan(ours) is first.latest
     return first is second, *trainers.balance_of(first.latest)
@@ -166,11 +166,11 @@ def check_without_tokens(transport: C10dTransport, core: BalancedCoreAttention) 
     from distca.kernels import dense_attention
 
     lengths = [[300, 4], [3], [], [1]][transport.rank]
-    leaves = [torch.randn(sum(lengths), heads, 8, requires_grad=True) for heads in (4, 2, 2)]
+    leaves = [torch.randn(sum(lengths), heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
     edges = torch.tensor([0, *lengths]).cumsum(0).int()
     actual = core(*leaves, None, packed_seq_params=PackedSeqParams("thd", edges, edges))
-    expected = dense_attention(*qkv_of(leaves), lengths).flatten(1) if lengths else torch.empty(0, 32)
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    expected = dense_attention(*qkv_of(leaves), lengths).flatten(1) if lengths else torch.empty(0, 32).double()
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
     actual.sum().backward()
     return [tuple(gradient(x).shape) == tuple(x.shape) for x in leaves]
 
@@ -244,7 +244,7 @@ def check_sharded_heads(alone: list[torch.Tensor]) -> list[int]:
     logits = packed(model, trainers.rows_of_tokens(ROWS[2], VOCAB)[replica])[0]
     first = replica * len(ROWS[2][0])
     expected = torch.cat(alone[first:first + len(ROWS[2][replica])])
-    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
     logits.sum().backward()
     pool = model.decoder.layers[0].self_attention.core_attention.pool
     return dist.get_process_group_ranks(pool.group)
@@ -262,7 +262,7 @@ def check_pipeline(whole: Any, expected: dict[str, torch.Tensor], micro_batches:
     stage, replica = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_data_parallel_rank()
     other = parallel_state.get_pipeline_model_parallel_next_rank()       # of two
     model = gpt(gpt_layer_local, first=stage == 0, last=stage == 1, pipeline_model_parallel_size=2,
-                pipeline_dtype=torch.float32)
+                pipeline_dtype=torch.float64)
     ours = {name.replace("layers.0.", f"layers.{stage}."): x for name, x in model.named_parameters()}
     with torch.no_grad():
         for name, x in whole.named_parameters():
@@ -272,7 +272,8 @@ def check_pipeline(whole: Any, expected: dict[str, torch.Tensor], micro_batches:
     held, sent = [], []
 
     def forward(documents: list[torch.Tensor]) -> None:
-        received = torch.zeros(sum(len(document) - 1 for document in documents), 1, 32, requires_grad=True)
+        received = torch.zeros(sum(len(document) - 1 for document in documents), 1, 32, dtype=torch.float64,
+                               requires_grad=True)
         if stage == 1:
             dist.recv(received.detach(), other)
             model.set_input_tensor(received)
@@ -299,7 +300,7 @@ def check_pipeline(whole: Any, expected: dict[str, torch.Tensor], micro_batches:
         assert handle is not None
         handle.wait()
     actual = summed({name: x.grad for name, x in ours.items()}, parallel_state.get_data_parallel_group())
-    trainers.assert_same(actual, {name: expected[name] for name in actual})
+    trainers.assert_same(actual, {name: expected[name] for name in actual}, 1e-9)
     return stage, model.decoder.layers[0].self_attention.core_attention.pool.latest.layout.num_ranks
 
 

@@ -78,8 +78,8 @@ def spanning_step(rank: int, ranks: int, lengths: list[int], settings: dict[str,
     named = {"loss": loss.detach(), **{name: gradient(x) for name, x in ours.named_parameters()}}
     plain.summed({name: x for name, x in named.items() if ".local_experts." not in name})  # an expert's are complete
     before = sum(len(rows([document[:-1] for document in documents], other, ranks).input_ids) for other in range(rank))
-    torch.testing.assert_close(logits, torch.cat(alone)[before:before + len(logits)], rtol=1e-5, atol=1e-5)
-    trainers.assert_same(named, {name: expected[whole(name)] for name in named})
+    torch.testing.assert_close(logits, torch.cat(alone)[before:before + len(logits)], rtol=1e-9, atol=1e-9)
+    trainers.assert_same(named, {name: expected[whole(name)] for name in named}, 1e-9)
     assert latest_plan(ours).layout.lengths.tolist() == lengths
 
 

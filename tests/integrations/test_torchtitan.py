@@ -277,8 +277,9 @@ def test_the_sinks_of_gpt_oss() -> None:
         out, expected = seen
         parameters, dout = [attention.sinks, *attention.qkv_linear.parameters()], torch.randn_like(out)
         actual, wanted = ((x, *torch.autograd.grad(x, parameters, dout, retain_graph=True)) for x in (out, expected))
-        for got, want in zip(actual, wanted, strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-8)
+        for number, (got, want) in enumerate(zip(actual, wanted, strict=True)):
+            bound = 1e-8 if number < 2 else 2 ** -21              # RoPE rounds to float32: a tie may fall either way
+            torch.testing.assert_close(got, want, rtol=bound, atol=bound * max(1.0, float(want.abs().max())))
 
 
 @needs_torchtitan

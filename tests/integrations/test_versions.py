@@ -21,15 +21,15 @@ def test_absence_is_one_line() -> None:
     found = messages(*((f"sys.modules[{name!r}] = None", module) for name, module in (
         ("transformers", "huggingface"), ("torchtitan", "torchtitan"), ("megatron", "megatron_core"))))
     for package, first, below, line in zip(("transformers", "torchtitan", "megatron-core"), ("5.4", "0.3", "0.16"),
-                                           ("6.0", "0.4", "0.17"), found, strict=True):
+                                           ("6.0", "0.4", "0.20"), found, strict=True):
         assert f"needs {package} from {first} to below {below}; pip install '{package}>={first},<{below}' (" in line
 
 
 @pytest.mark.parametrize(("package", "version", "wanted"), [
     ("transformers", "4.57.1", "5.4 to below 6.0"), ("transformers", "5.3.0", "5.4 to below 6.0"),
     ("transformers", "6.0.0", "5.4 to below 6.0"), ("torchtitan", "0.2.9", "0.3 to below 0.4"),
-    ("torchtitan", "0.4.0", "0.3 to below 0.4"), ("megatron-core", "0.15.9", "0.16 to below 0.17"),
-    ("megatron-core", "0.17.0", "0.16 to below 0.17"),
+    ("torchtitan", "0.4.0", "0.3 to below 0.4"), ("megatron-core", "0.15.9", "0.16 to below 0.20"),
+    ("megatron-core", "0.20.0", "0.16 to below 0.20"),
 ])
 def test_other_versions_are_one_line(package: str, version: str, wanted: str) -> None:
     with pytest.raises(ImportError) as refused:
@@ -41,7 +41,7 @@ def test_other_versions_are_one_line(package: str, version: str, wanted: str) ->
 
 def test_importing_beside_another_version_is_one_line() -> None:
     claims = {"transformers": ("import transformers; transformers.__version__ = '6.0.0'", "huggingface"),
-              "megatron": ("import megatron.core; megatron.core.__version__ = '0.17.0'", "megatron_core"),
+              "megatron": ("import megatron.core; megatron.core.__version__ = '0.20.0'", "megatron_core"),
               "torchtitan": ("from importlib import metadata; metadata.version = lambda name: '0.4.0'", "torchtitan")}
     installed = [package for package in claims if importlib.util.find_spec(package) is not None]
     found = messages(*(claims[package] for package in installed))
@@ -50,6 +50,7 @@ def test_importing_beside_another_version_is_one_line() -> None:
 
 @pytest.mark.parametrize(("package", "version"), [
     ("transformers", "5.4.0"), ("transformers", "5.13.0.dev0"), ("torchtitan", "0.3.0"), ("megatron-core", "0.16.1rc2"),
+    ("megatron-core", "0.19.2"),
 ])
 def test_these_versions_are_supported(package: str, version: str) -> None:
     check_version(package, version)

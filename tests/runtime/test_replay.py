@@ -181,6 +181,7 @@ def test_steps_leave_no_tensors_behind(state: str, replay: bool | None) -> None:
     on_fake_ranks(PLAN, steps, state=state)
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="torch 2.11 crashes where threads compile at once")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("steps", [False, True], ids=["call", "start_serve_finish"])
 def test_compiled_around_attention(backend: str, steps: bool) -> None:

@@ -47,6 +47,7 @@ def megatron() -> None:
     cuda.current_device = lambda: "cpu"
     cuda.set_device = lambda device: None
     cuda.device_count = lambda: 1
+    cuda.current_stream = lambda *_: None                        # 0.19 asks for it and does not use it here
     tensor.cuda = module.cuda = lambda self, *_: self
     groups.init_process_group = lambda backend: start("gloo")
     tensor_parallel.model_parallel_cuda_manual_seed = lambda seed: None

@@ -32,12 +32,12 @@ def total_loss(logits: torch.Tensor, documents: list[torch.Tensor]) -> torch.Ten
     return torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
 
 
-def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """By name, to 1e-5 of the largest entry: gradients are sums over all tokens."""
+def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], bound: float = 1e-5) -> None:
+    """By name, to `bound` of the largest entry: gradients are sums over all tokens."""
     assert actual.keys() == expected.keys()
     for name, x in expected.items():
-        atol = 1e-5 * float(x.abs().max())
-        torch.testing.assert_close(actual[name], x, rtol=1e-5, atol=atol, msg=partial("{}: {}".format, name))
+        atol = bound * float(x.abs().max())
+        torch.testing.assert_close(actual[name], x, rtol=bound, atol=atol, msg=partial("{}: {}".format, name))
 
 
 def balance_of(plan: Plan) -> tuple[list[float], bool]:

@@ -152,16 +152,17 @@ def test_sources_compile_without_serialised_products(head_dim: int, group: int, 
     heights = (False, True) if TILES[head_dim].tall_blocks > TILE_BLOCKS else (False,)
     with caplog.at_level(logging.WARNING, logger="distca"):
         for windowed, split in itertools.product((False, True), (False, True)):
+            masks = Masks(windowed, False)
             for is_tall in heights:
-                forward: Any = hopper_variants.forward_kernels.__wrapped__(device, *shape, windowed, split, is_tall)
+                forward: Any = hopper_variants.forward_kernels.__wrapped__(device, *shape, masks, split, is_tall)
                 assert [x.name for x in forward] == ["attention_forward", "attention_merge"][:1 + split]
             for deterministic in (False, True):
                 backward: Any = hopper_variants.backward_kernels.__wrapped__(
-                    device, *shape, windowed, deterministic, split and deterministic, False)
+                    device, *shape, masks, deterministic, split and deterministic, False)
                 last = ["attention_dq", "attention_merge_dq"][:1 + split] if deterministic else ["attention_write_dq"]
                 assert [x.name for x in backward] == ["attention_delta", "attention_backward", *last]
             if keeps:
-                backward = hopper_variants.backward_kernels.__wrapped__(device, *shape, windowed, True, False, True)
+                backward = hopper_variants.backward_kernels.__wrapped__(device, *shape, masks, True, False, True)
                 assert [x.name for x in backward][1:] == ["attention_backward", "attention_kept_dq"]
     assert len(list(tmp_path.rglob("*.cubin"))) == 8 + 4 * len(heights) + 4 * keeps
     assert not re.search(r"C751[0-5]|serialized", caplog.text)
