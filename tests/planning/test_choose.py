@@ -154,7 +154,7 @@ def test_steps_in_other_orders_share_the_plans_of_equal_calls(
 ) -> None:
     lengths = [sample_lengths("prolong", 4 * 8192, seed=seed) for seed in range(4)]
     known: choose.KnownPlans = {}
-    options = {"model": LLAMA, "num_data": 4, "ping_pong": False, "cost": cost, "placement": "given"}
+    options: dict[str, Any] = {"model": LLAMA, "num_data": 4, "ping_pong": False, "cost": cost, "placement": "given"}
 
     def step(order: str, layers: int, known: choose.KnownPlans | None) -> tuple[StepPlan, int]:
         balancing = Mock(wraps=balance)
