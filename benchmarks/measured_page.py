@@ -339,7 +339,8 @@ def sorted_micro_batches(results: Path) -> str:
     return (f"Pipelines run micro-batches of like work side by side. Over {len(rows)} settings of {content['model']} "
             f"on {content['gpus']} GPUs with {stages} stages, means of {len(rows[0]['gains'])} batches, that makes a "
             f"step {min(gains):.3f}–{max(gains):.3f}× as fast as in the loader's order, and attention sends "
-            f"{min(ratios):.2f}–{max(ratios):.2f}× the bytes ({_source('micro_batch_order')}, `benchmarks/micro_batch_order.py`).")
+            f"{min(ratios):.2f}–{max(ratios):.2f}× the bytes ({_source('micro_batch_order')}, "
+            "`benchmarks/micro_batch_order.py`).")
 
 
 def trusted(results: Path) -> str:
