@@ -35,6 +35,8 @@ Format = Annotated[str | None, typer.Option(
     "--format", help=f"What the file is where its name does not say: {', '.join(FORMATS)}.")]
 Tokenizer = Annotated[str | None, typer.Option(
     help="A tokenizer.json, or a folder with one: lengths are then those of the texts, as `text` or --column say.")]
+Split = Annotated[str | None, typer.Option(
+    help="Which split of a folder that holds several, such as train; every file's name or folder says its split.")]
 T = TypeVar("T")
 
 

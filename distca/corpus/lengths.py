@@ -62,6 +62,7 @@ class Reading:
     format: str | None = None      # one of FORMATS, compressed or not
     column: str | None = None      # column of a table, or key of JSON objects
     tokenizer: str | None = None   # path of a tokenizer.json, for texts
+    split: str | None = None       # of a folder that holds several
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,10 @@ def read_source(
             raise UserError(f"column is {short(reading.column)}; give the name of a column")
         wanted = Wanted(reading.column, None if reading.tokenizer is None else
                         open_tokenizer(reading.tokenizer, "--tokenizer", special_tokens=True))
-        parts = (_read_folder(Path(name), wanted) if name != STDIN and Path(name).is_dir()
+        is_folder = name != STDIN and Path(name).is_dir()
+        if reading.split is not None and not is_folder:
+            raise UserError(f"split is {short(reading.split)} but only folders have splits; leave --split out")
+        parts = (_read_folder(Path(name), wanted, reading.split or "") if is_folder
                  else _read_file(name, reading.format, wanted))
         return parts if isinstance(parts, Workload) else _joined(parts, progress)
 
@@ -135,17 +139,17 @@ def _read_file(name: str, format_: str | None, wanted: Wanted) -> Workload | Ite
     return _table_lengths([Path(name)], wanted)
 
 
-def _read_folder(folder: Path, wanted: Wanted) -> Iterator[IntArray]:
-    """Read a dataset of `save_to_disk`, shards of tables, or shards of JSON lines."""
+def _read_folder(folder: Path, wanted: Wanted, split: str) -> Iterator[IntArray]:
+    """Read a dataset of `save_to_disk`, shards of tables, or shards of JSON lines; if it has several splits, one."""
     found = files.files_below(folder, max_entries=MAX_ENTRIES)
     if tables.is_dataset(folder) or any(file.suffix in tables.TABLE_SUFFIXES for file in found):
-        yield from _table_lengths(tables.table_files(folder), wanted)
+        yield from _table_lengths(tables.table_files(folder, split=split, split_option="--split"), wanted)
         return
     shards = [file for file in found if format_of(file.name) == "jsonl"]
     if not shards:
         raise UserError("a directory without data; give a file, or a folder with .parquet, .arrow or .jsonl files or "
                         "a dataset that was saved to disk")
-    for file in shards:
+    for file in tables.of_split(folder, shards, split, "--split"):
         with _named(str(file)):
             parts = _read_text(str(file), "jsonl", wanted)
             assert not isinstance(parts, Workload), "JSON lines are no workload"
