@@ -27,6 +27,17 @@ from distca.validation import UserError, plain
 MAX_LINE = 2000  # characters of an error
 OURS = "This is a mistake in distca, not in what you gave. Please report it with the lines above and the command."
 
+TO_DO = """distca balances attention over ranks. What would you like to do?
+
+  see what balancing gains on your lengths     distca plan lengths.txt --ranks 16
+  predict whole steps on a cluster             distca simulate --gpus 64
+  train a decoder                              distca train --ranks 2
+  balance attention in your own trainer        distca.integrations: enable(model), or distca.PackedAttention
+  see a run or a prediction as a page          distca report runs/latest
+
+Without lengths of your own, plan takes a sampler: distca plan prolong. distca doctor examines this machine.
+distca -h lists all commands, and distca COMMAND -h the options of one."""
+
 app = typer.Typer(pretty_exceptions_enable=False, help="Balance attention over ranks.",
                   context_settings={"help_option_names": ["-h", "--help"]})
 
@@ -38,7 +49,7 @@ def _root(
     if version:
         print(distca.__version__)
     elif context.invoked_subcommand is None:
-        print(context.get_help())
+        print(TO_DO)
 
 
 app.add_typer(checkpoint_app, name="checkpoint")

@@ -21,7 +21,7 @@ from distca.corpus.lengths import FORMATS
 from distca.planning.choose import TOLERANCES, asked_tolerance
 from distca.report.figures import PlannedBatch, ReportData
 from distca.report.page import write_page
-from distca.validation import UserError, is_count, parse_count, short
+from distca.validation import UserError, is_count, parse_count, short, to_install
 
 AUTO_HELP = f"{', '.join(f'{one:g}' for one in TOLERANCES[:-1])} or {TOLERANCES[-1]:g}"
 PAGE_SUFFIXES = (".html", ".htm")
@@ -109,7 +109,7 @@ def plot_writer(option: str, path: Path | None) -> Callable[[PlannedBatch], None
     try:
         from distca.report.plots import save_plot
     except ModuleNotFoundError as error:
-        raise UserError(f"{option} needs {error.name}, which is not installed; run: pip install {error.name}"
+        raise UserError(f"{option} needs {error.name}, which is not installed; {to_install(str(error.name))}"
                         ) from None
     return _writer(option, path, PLOT_SUFFIXES, save_plot)
 

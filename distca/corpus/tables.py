@@ -22,7 +22,7 @@ import numpy as np
 from numpy.lib.format import open_memmap, read_array
 
 from distca.corpus.files import STDIN, chunks, files_below, input_files, named_errors, numbered_lines, parse_json_line
-from distca.validation import UserError, is_count, plain, read_json, short
+from distca.validation import UserError, is_count, plain, read_json, short, to_install
 
 RECORDS_PER_BATCH = 1_024
 DOCUMENTS_PER_BATCH = 64  # documents may be megabytes
@@ -221,8 +221,8 @@ def pyarrow() -> ModuleType:
         for name in ("pyarrow.parquet", "pyarrow.ipc"):
             importlib.import_module(name)
     except ImportError:
-        raise UserError("parquet and Arrow files need the package pyarrow, which is not installed; run: pip install "
-                        "pyarrow") from None
+        raise UserError("parquet and Arrow files need the package pyarrow, which is not installed; "
+                        f"{to_install('pyarrow')}") from None
     return importlib.import_module("pyarrow")
 
 
@@ -298,7 +298,7 @@ def _chosen(path: Path, names: list[str], split: str, option: str) -> str:
     known = _listed([name for name in names if name])
     if split:
         raise UserError(f"{option} is {split!r} but {path} has {known or 'no splits'}; choose one of those")
-    first = next(name for name in names if name)
+    first = "train" if "train" in names else next(name for name in names if name)
     typed = f"give {option} {first}" if option.startswith("--") else f"set {option} to one of them, such as {first}"
     remedy = typed if option else "name the files of one"
     raise UserError(f"{path} holds several splits, {known}; {remedy}")

@@ -69,10 +69,10 @@ def choose(
         reason = kernel.supports(device, dtype, head_dim, scores, value_dim)
         if reason is None:
             if name == "auto":
-                cap = "" if softcap is None else f", softcap {softcap}"
-                instead = f" (not {'; not '.join(refused)})" if refused else ""
-                _log_once(f"attention kernel {one} for {dtype}, head_dim {head_dim}, window {window}{cap} on "
-                          f"{device.type}", instead)
+                scored = "".join(f", {word} {value}" for word, value in (("window", window), ("softcap", softcap))
+                                 if value is not None)
+                instead = f" (not {refused[0]})" if refused and device.type == "cuda" else ""  # the fastest one's
+                _log_once(f"attention kernel {one} for {dtype}, head_dim {head_dim}{scored} on {device.type}", instead)
             return kernel
         if name != "auto":
             raise UserError(f"kernel={name!r} cannot run here: {reason}; or give kernel='auto'")
