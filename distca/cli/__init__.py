@@ -22,7 +22,7 @@ from distca.cli.profile import profile_command
 from distca.cli.report import report_command
 from distca.cli.simulate import simulate_command
 from distca.cli.train import TRAIN_USAGE, train_command
-from distca.validation import UserError, plain
+from distca.validation import EXTRA_OF, UserError, plain, to_install
 
 MAX_LINE = 2000  # characters of an error
 OURS = "This is a mistake in distca, not in what you gave. Please report it with the lines above and the command."
@@ -80,6 +80,9 @@ def run(commands: Callable[..., Any], name: str, arguments: Sequence[str] | None
     except Exception as error:
         if isinstance(error, OSError | UserError):
             _fail(str(error))
+        package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        if package in EXTRA_OF:
+            _fail(f"this needs {package}, which is not installed; {to_install(package)}")
         if hasattr(error, "format_message"):  # an error of click, or of the copy of click in typer
             _fail(error.format_message())
         traceback.print_exc()

@@ -21,7 +21,7 @@ from distca.corpus.lengths import FORMATS
 from distca.planning.choose import TOLERANCES, asked_tolerance
 from distca.report.figures import PlannedBatch, ReportData
 from distca.report.page import write_page
-from distca.validation import UserError, is_count, parse_count, short, to_install
+from distca.validation import UserError, is_count, parse_count, short
 
 AUTO_HELP = f"{', '.join(f'{one:g}' for one in TOLERANCES[:-1])} or {TOLERANCES[-1]:g}"
 PAGE_SUFFIXES = (".html", ".htm")
@@ -106,11 +106,8 @@ def plot_writer(option: str, path: Path | None) -> Callable[[PlannedBatch], None
     if path is None:
         return lambda _: None
     check_output(option, path, PLOT_SUFFIXES)
-    try:
-        from distca.report.plots import save_plot
-    except ModuleNotFoundError as error:
-        raise UserError(f"{option} needs {error.name}, which is not installed; {to_install(str(error.name))}"
-                        ) from None
+    from distca.report.plots import save_plot
+
     return _writer(option, path, PLOT_SUFFIXES, save_plot)
 
 

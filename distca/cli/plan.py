@@ -64,7 +64,7 @@ from distca.workload.documents import SAMPLERS
 from distca.workload.packing import PLACEMENTS, pack
 from distca.workload.topology import Topology
 
-SIMULATED_BATCHES = 4  # in the command for whole steps, which then takes seconds
+SIMULATED_BATCHES = 2  # in the command for whole steps, which then takes seconds
 TABLE = "h200"
 DEFAULTS = (("data", "prolong"), ("model", "llama3-8b"), ("seed", 0))  # of distca simulate
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from distca.cli.options import check_output, number, progress, say
-from distca.validation import MAX_LOCAL_RANKS, UNITS_HELP, UserError, check_whole, to_install
+from distca.validation import MAX_LOCAL_RANKS, UNITS_HELP, check_whole
 
 
 def profile_command(
@@ -32,12 +32,9 @@ def profile_command(
     if max_kv_len is not None:
         check_whole("max_kv_len", max_kv_len)
     say("distca profile: loading torch …")
-    try:
-        from distca import profiling
-        from distca.profiling.network import measure_network
-    except ModuleNotFoundError as error:
-        raise UserError(f"profile needs {error.name}, which is not installed; {to_install(str(error.name))}"
-                        ) from None
+    from distca import profiling
+    from distca.profiling.network import measure_network
+
     chosen = profiling.settings(device, model, tp, kernel, max_kv_len, quick)
     network = measure_network(chosen.device, ranks)
     if network.measures_the_rest:

@@ -71,7 +71,8 @@ def choose(
             if name == "auto":
                 scored = "".join(f", {word} {value}" for word, value in (("window", window), ("softcap", softcap))
                                  if value is not None)
-                instead = f" (not {refused[0]})" if refused and device.type == "cuda" else ""  # the fastest one's
+                shown = [reason for at, reason in enumerate(refused) if at == 0 or "install" in reason]
+                instead = f" (not {'; not '.join(shown)})" if shown and device.type == "cuda" else ""
                 _log_once(f"attention kernel {one} for {dtype}, head_dim {head_dim}{scored} on {device.type}", instead)
             return kernel
         if name != "auto":

@@ -100,9 +100,9 @@ class Observer:
         write_own(self.folder / "summary.json", json.dumps(content, indent=2) + "\n")
         for line in summary_lines(summary, ended, wall_seconds, self.folder, self.settings):
             self._print(line)
-        self._print(f"Its curves as a page: distca report {shlex.quote(str(self.folder))}")
         if (folder := self.settings.checkpoint.folder) and not self.settings.checkpoint.export:
             self._print(f"Its weights for Hugging Face: distca export {shlex.quote(folder)} my-model")
+        self._print(f"Its curves as a page: distca report {shlex.quote(str(self.folder))}")
         return summary
 
 
