@@ -21,20 +21,23 @@ import socket
 import tempfile
 import time
 from collections import deque
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
 from itertools import chain, count, takewhile
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from distca.train.settings import Settings
-from distca.validation import UserError, open_own, write_own
+from distca.validation import UserError, open_own, to_install, write_own
 
 RECENT = 30  # steps in the mean loss of a summary
 SUMMED = ("tokens", "seconds", "exposed_seconds", "host_seconds", "work_before", "work_after", "bytes_per_layer",
           "served_in_bubbles", "attention_seconds", "linear_seconds")
 LOGGED = ("loss", "lr", "grad_norm", "tokens_per_second", "seconds", "work_before", "work_after", "bytes_per_layer",
           "exposed_seconds", "host_seconds", "memory_bytes", "plan_seconds", "bubble_share", "served_in_bubbles",
-          "attention_seconds", "attention_seconds_max", "linear_seconds", "mfu", "eval_loss", "tolerance")
+          "attention_seconds", "attention_seconds_max", "linear_seconds", "mfu", "eval_loss", "tolerance",
+          "memory_now_bytes")
 LATEST = "latest"
 LOCKS = {"checkpoint.folder": ".lock", "log.folder": ".log-lock"}  # one folder may be both
 LOGGED_IN = "log_folder"  # file in checkpoint.folder with the name of the run's log folder
@@ -68,13 +71,14 @@ class StepRecord:
     tolerance: float | None = None  # the chosen one, if attention.tolerance is auto
     attention_seconds_max: float | None = None  # the slowest rank's, with attention.adapt
     server_speed: tuple[float, ...] | None = None  # [servers] relative to the median, with attention.adapt
+    memory_now_bytes: int = 0  # held after the step; memory_bytes is the peak
 
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """Summary of a run; work and bytes are means over its steps."""
+    """Summary of a run, from its first start on; work and bytes are means over its steps."""
 
-    steps: int  # of this run
+    steps: int  # of all starts that logged into the folder
     last_step: int
     tokens: int
     seconds: float  # inside steps
@@ -163,6 +167,17 @@ def open_log(path: Path, step: int) -> TextIO:
     return open_own(path, "a")
 
 
+def logged_records(path: Path) -> Iterator[StepRecord]:
+    """Yield the records of a log, which an earlier start of the run wrote; skip those with other fields than ours."""
+    known = {field.name for field in fields(StepRecord)}
+    for line in path.read_bytes().splitlines():
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else math.nan if value is None else value
+            for name, value in json.loads(line).items() if name in known}
+        with suppress(TypeError):
+            yield StepRecord(**values)
+
+
 def _is_before(line: bytes, step: int) -> bool:
     """Return whether a line of the log is complete and about an earlier step."""
     try:
@@ -197,8 +212,8 @@ class _TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise UserError("log.tensorboard is true but tensorboard is not installed; run: pip install tensorboard, "
-                            "or set it to false") from None
+            raise UserError("log.tensorboard is true but tensorboard is not installed; "
+                            f"{to_install('tensorboard')}, or set it to false") from None
         self.writer: Any = SummaryWriter(str(folder))
 
     def step(self, record: StepRecord) -> None:
@@ -217,8 +232,8 @@ class _WeightsAndBiases:
         try:
             import wandb
         except ImportError:
-            raise UserError(f"log.wandb is {project!r} but wandb is not installed; run: pip install wandb, or set it "
-                            "to ''") from None
+            raise UserError(f"log.wandb is {project!r} but wandb is not installed; {to_install('wandb')}, or set "
+                            "it to ''") from None
         name = folder.resolve().name
         try:
             self.run: Any = wandb.init(project=project, dir=str(folder), name=name, group=name, config=asdict(settings),
