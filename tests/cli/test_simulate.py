@@ -121,7 +121,8 @@ def test_terminal_and_page_open_with_the_verdict(run: Callable[..., tuple[int, s
                  if name not in ("distca", "disaggregated", "bound")}
     best = max(baselines, key=lambda name: baselines[name])
     ratio = rows["distca"]["tokens_per_second"] / baselines[best]
-    assert f"{ratio:.2f}× as fast as {best}, the best baseline" in found["verdict"] and said.startswith(found["verdict"])
+    assert f"{ratio:.2f}× as fast as {best}, the best baseline" in found["verdict"]
+    assert said.startswith(found["verdict"])
     ours, theirs = (byte_text(1e9 * rows[name]["peak_memory_gb"]) for name in ("distca", best))
     assert f"A GPU holds at most {ours}, against {theirs} with {best}." in found["verdict"]
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
