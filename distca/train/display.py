@@ -67,9 +67,12 @@ class Observer:
         """Count what earlier starts of the run logged up to step `last`, and say that the run goes on."""
         for record in logged_records(self.folder / "steps.jsonl"):
             self.tally.add(record)
+            self.display.remember(record)
         before = _written_summary(self.folder / "summary.json")
         known = before if before.get("last_step") == last else {}
-        self.start -= float(known.get("wall_seconds", self.tally.sums["seconds"]))
+        seconds = float(known.get("wall_seconds", self.tally.sums["seconds"]))
+        self.start -= seconds
+        self.display.start -= seconds
         steps = self.settings.run.steps
         self._print(f"This run had finished its {last:,} steps. It goes on to step {steps:,}, with learning rates of a "
                     f"schedule of {steps:,} steps." if known.get("ended") == FINISHED else
@@ -110,13 +113,15 @@ class _Lines:
     """Prints a line every `log.every` steps, after an evaluation and after the last step."""
 
     def __init__(self, settings: Settings, world: int, console: Console) -> None:
-        self.settings, self.console = settings, console
+        self.settings, self.console, self.start = settings, console, perf_counter()
         console.print(title(settings, world), markup=False, soft_wrap=True)
 
     def show(self, record: StepRecord) -> None:
         every, steps = self.settings.log.every, self.settings.run.steps
         if record.step % every == 0 or record.eval_loss is not None or record.step == steps:
             self.console.print(plain_line(record, steps), markup=False, soft_wrap=True)
+
+    def remember(self, record: StepRecord) -> None: ...
 
     def close(self) -> None: ...
 
@@ -133,6 +138,10 @@ class _LiveDisplay:
         self.live.start()
 
     def show(self, record: StepRecord) -> None:
+        self.remember(record)
+
+    def remember(self, record: StepRecord) -> None:
+        """Keep a step for the curve and the estimates; it may be of an earlier start."""
         self.recent.append(record)
         self.evaluated = self.evaluated if record.eval_loss is None else record
 

@@ -322,6 +322,16 @@ def test_more_of_a_finished_run_says_so(settings: Settings) -> None:
     assert "the newest checkpoint in 'saved' has all 4 of run.steps. For more, give --run.steps 8;" in _text(console)
 
 
+def test_the_panel_goes_on_with_the_curve_and_the_time(settings: Settings) -> None:
+    _observed(settings, _four()[:3], _console(), stopped=True)
+    summary = _folder(settings) / "summary.json"
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | {"wall_seconds": 7200.0}))
+    console = _console(terminal=True)
+    _observed(settings, _four()[3:], console)
+    assert f"loss            2.0000  {curve([5.0, 4.0, 3.0, 2.0])}" in _text(console)
+    assert "2:00:0" in _text(console).partition("about")[0] and "2:00:0" in _text(console).partition("Finished")[2]
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_memory_is_what_is_held_now_beside_the_peak(settings: Settings, terminal: bool) -> None:
     console = _console(terminal=terminal)
