@@ -19,6 +19,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
 from distca.train.run_log import RECENT, RunSummary, StepRecord, Tally, as_json, logged_records, open_log, trackers_for
 from distca.train.settings import Data, Settings
@@ -150,7 +151,7 @@ class _LiveDisplay:
 
     def panel(self) -> RenderableType:
         if not self.recent:
-            return Panel(f"starting, {clock(perf_counter() - self.start)}", title=self.title, title_align="left")
+            return Panel(Group(Text(self.title), f"starting, {clock(perf_counter() - self.start)}"))
         recent = list(self.recent)
         record = recent[-1]
         left = (self.steps - record.step) * sum(one.seconds for one in recent) / len(recent)
@@ -176,7 +177,7 @@ class _LiveDisplay:
             lines.add_row(name, text)
         bar = Table.grid(padding=(0, 1))
         bar.add_row(f"step {record.step:,}/{self.steps:,}", ProgressBar(self.steps, record.step, width=40))
-        return Panel(Group(bar, lines), title=self.title, title_align="left")
+        return Panel(Group(Text(self.title, style="bold"), bar, lines))  # text wraps where a panel's title would be cut
 
 
 def plain_line(record: StepRecord, steps: int) -> str:

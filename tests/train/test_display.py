@@ -342,6 +342,17 @@ def test_memory_is_what_is_held_now_beside_the_peak(settings: Settings, terminal
     assert _steps(settings)[0]["memory_now_bytes"] == 2e9
 
 
+def test_a_narrow_terminal_cuts_no_name(settings: Settings) -> None:
+    chosen = settings.with_values({"attention.dedicated": 2, "parallel.pipeline": 2, "batch.tokens_per_rank": 2**20})
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None, highlight=False)
+    observer = Observer(chosen, 0, 10, console)
+    observer.step(RECORD)
+    observer.close()
+    text = _text(console)
+    assert "…" not in text and "10 ranks in 2 stages, 2 of them only serving attention" in text
+    assert "tokens a step, attention disaggregated" in " ".join(text.replace("│", " ").split())
+
+
 def test_the_end_names_the_export_of_what_was_saved(settings: Settings) -> None:
     console = _console()
     _observed(settings.with_values({"checkpoint.folder": "my folder"}), _four(), console)
