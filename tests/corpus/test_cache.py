@@ -173,7 +173,8 @@ def test_a_damaged_line_of_the_index_is_written_again(is_complete: bool, tmp_pat
     assert len(lines) > 3
     first, second = (json.loads(line) for line in lines[1:3])
     damaged: list[Any] = [b"[]\n", b"5\n", b'{"a": 1, "b": 2}\n', b"[[1, 2], 3]\n", first[0]]
-    damaged += [[[*second[0][:at], value, *second[0][at + 1:]], second[1]] for at in range(7) for value in (6, 0.5, "x")]
+    damaged += [[[*second[0][:at], value, *second[0][at + 1:]], second[1]]
+                for at in range(7) for value in (6, 0.5, "x")]
     for one in damaged:
         line = one if isinstance(one, bytes) else json.dumps(one).encode() + b"\n"
         (folder / INDEX).write_bytes(b"".join([*lines[:2], line, *lines[3:]]))
