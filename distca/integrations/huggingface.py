@@ -218,7 +218,7 @@ class _Served:
 
     @classmethod
     def of(cls, config: PreTrainedConfig, pool_evaluation: bool, **options: Any) -> _Served:
-        fields = {**config.to_dict(), "num_hidden_layers": config.num_hidden_layers}  # which may have another name
+        fields = {**config.to_dict(), "num_hidden_layers": config.num_hidden_layers}  # some have another name
         shape = shape_of_config(fields, config.model_type, any_type=True)
         return cls(PackedAttention(model=shape, **options), pool_evaluation, _stateful_reason(config))
 
