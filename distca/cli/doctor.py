@@ -46,8 +46,10 @@ def doctor_command(
     if env is not None:
         code = run_ranks(settings, partial(examine_rank, as_json=as_json))
         distca.end_process(code)
-    here = device_for(settings, 0)
-    ranks = check_whole("ranks", _local_ranks(here.type) if ranks is None else ranks, most=MAX_LOCAL_RANKS)
+    import torch
+
+    usual = 2 if device_for(settings, 0).type == "cpu" else torch.cuda.device_count()
+    ranks = check_whole("ranks", usual if ranks is None else ranks, most=MAX_LOCAL_RANKS)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "report.json"
         code = run_ranks(settings.with_values({"run.ranks": ranks}), partial(examine_rank, as_json=as_json, file=file))
@@ -64,12 +66,6 @@ def _without_torch() -> str | None:
     except (ImportError, OSError, RuntimeError) as error:        # often a library that torch is linked with is missing
         return f"cannot be imported ({(str(error).splitlines() or [type(error).__name__])[0]})"
     return None
-
-
-def _local_ranks(device: str) -> int:
-    import torch
-
-    return 2 if device == "cpu" else torch.cuda.device_count()
 
 
 def examine_rank(settings: Settings, *, as_json: bool, file: Path | None = None) -> int:
