@@ -218,7 +218,8 @@ class _Served:
 
     @classmethod
     def of(cls, config: PreTrainedConfig, pool_evaluation: bool, **options: Any) -> _Served:
-        shape = shape_of_config(config.to_dict(), config.model_type, any_type=True)
+        fields = {**config.to_dict(), "num_hidden_layers": config.num_hidden_layers}  # some have another name
+        shape = shape_of_config(fields, config.model_type, any_type=True)
         return cls(PackedAttention(model=shape, **options), pool_evaluation, _stateful_reason(config))
 
     @property
