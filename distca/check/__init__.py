@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+FOLLOW = ("alone", "over-ranks", "gradients")  # kinds that come of others, where there are any
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:

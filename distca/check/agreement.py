@@ -17,7 +17,7 @@ from distca.check import Finding
 from distca.check.batches import Batch, Tokens, alone
 from distca.check.subject import KERNELS, plain_copy
 from distca.check.visibility import layers_of
-from distca.check.world import Gradients, World, far, largest
+from distca.check.world import Gradients, World, far, scale_of
 from distca.validation import UserError
 from distca.workload.documents import IGNORED
 
@@ -28,7 +28,7 @@ SMALL_GRADIENT = 0.05  # of the largest: below it a parameter's gradient is comp
 def packed_and_alone(world: World, batches: Sequence[Batch], tokens: Tokens, advance: Any) -> Iterator[Finding]:
     """Compare every document in the batches with the same document in a batch of its own."""
     packed = world.logits(batches)
-    off, scale = np.zeros(len(tokens.document)), max(world.gather(float(packed.abs().max())))
+    off, scale = np.zeros(len(tokens.document)), scale_of(world, tokens, packed)
     here = tokens.here(world.rank)
     for document in range(tokens.num_documents):
         advance()

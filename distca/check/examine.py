@@ -85,7 +85,7 @@ def examined(world: World, name: str, batches: Sequence[Batch], update: Update
             if isinstance(error, UserError) and "the model returned" in str(error):
                 raise
             found.append(Finding(f"raises-{probe}", f"the model raises {type(error).__name__} ({probe})",
-                                 first_line(error), None, None, "make it take this batch"))
+                                 first_line(error), None, None, "the message says what it needs; every rank and row must be taken"))
         ran.append((probe, time.monotonic() - begin, {one.kind for one in found[before:]}))
         if found[before:] and found[-1].kind.startswith("raises"):
             break

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from distca.check.batches import WINDOW, Batch
+from distca.check.batches import WINDOW, Batch, packings, without_labels
 from distca.models import CONFIG
 from distca.runtime.transport.c10d import first_line
 from distca.validation import UserError
@@ -113,9 +113,23 @@ def _from_config(file: Path, device: torch.device, dtype: torch.dtype | None) ->
     if getattr(config, "sliding_window", None) != getattr(full, "sliding_window", None):
         said += f", windows of {full.sliding_window} shortened to {config.sliding_window}"
     model.to(device)
-    if dtype is None:
-        dtype = torch.float64 if device.type == "cpu" else torch.float32
-    return _ready(Subject(model.to(dtype), said, device, dtype, inner=model))
+    tried = [dtype] if dtype else [torch.float64, torch.float32] if device.type == "cpu" else [torch.float32]
+    for one in tried:
+        subject = _ready(Subject(model.to(one), said, device, one, inner=model))
+        if one is tried[-1] or (_is_finite(model, "padded rows") and _is_finite(plain_copy(subject), "one flattened row")):
+            break
+    return subject
+
+
+def _is_finite(model: Any, packing: str) -> bool:
+    """Return whether a model runs in its dtype, also on padding: eager's masks of padding are not made for float64."""
+    batch = without_labels(packings(model.config.vocab_size, [], 0)[packing])
+    device = next(model.parameters()).device
+    try:
+        return bool(model(**{name: one.to(device) if isinstance(one, torch.Tensor) else one
+                             for name, one in batch.items()}).logits.isfinite().all())
+    except RuntimeError:                                         # a product that knows no float64
+        return False
 
 
 def _on_meta(config: Any) -> torch.nn.Module:

@@ -7,6 +7,7 @@ moves at all has seen the token. Only where experts are routed may the shapes of
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,16 +16,16 @@ import torch
 from distca.check import Finding
 from distca.check.batches import Batch, Tokens, changed
 from distca.check.subject import windows
-from distca.check.world import World, far, largest
+from distca.check.world import World, far, largest, scale_of
 
 MAX_DOCUMENTS = 6      # of which tokens are changed
 MAX_LAYERS = 8
-SEES = {
-    "other-documents": ("tokens see other documents", "tell the model where documents begin: position_ids that restart "
-                        "and no attention_mask, use_cache=False, or an attention that reads cu_seq_lens"),
-    "future": ("tokens see the future", "use a causal mask in every layer"),
-    "padding": ("tokens see padding", "give the model an attention_mask that is 0 at padding, or leave padding out"),
+SEES = {"other-documents": "tokens see other documents", "future": "tokens see the future", "padding": "tokens see padding"}
+REMEDIES = {
+    "future": "use a causal mask in every layer",
+    "padding": "give the model an attention_mask that is 0 at padding, or leave padding out",
 }
+Seen = tuple[int, np.ndarray, float]  # the token that was changed, those that moved and must not, and the most of them
 
 
 def chosen(tokens: Tokens) -> list[int]:
@@ -43,18 +44,46 @@ def chosen(tokens: Tokens) -> list[int]:
 def one_token(world: World, batches: Sequence[Batch], tokens: Tokens, advance: Any) -> Iterator[Finding]:
     """Change tokens one at a time and find outputs that must not move and do."""
     base = world.logits(batches)
-    scale = max(world.gather(float(base.abs().max())))
-    noise = largest(tokens, world.join(far(world.logits(batches), base)))
-    bound = 8 * noise / scale
+    scale = scale_of(world, tokens, base)
+    if not np.isfinite(largest(tokens, world.join(base.abs().amax(dim=-1).nan_to_num(nan=torch.inf)))):
+        yield Finding("not-finite", "outputs are not finite", "tokens that are not padding among them", None, None,
+                      "look for rows of the mask in which a token sees nothing at all")
+        return
+    bound = 8 * largest(tokens, world.join(far(world.logits(batches), base))) / scale
     if any("expert" in name for name, _ in world.subject.model.named_modules()):
         bound = max(bound, world.subject.bound)
-    wrong: dict[str, list[tuple[int, np.ndarray, float]]] = {}
+    wrong: dict[str, list[Seen]] = {}
     for token in chosen(tokens):
         advance()
         moves = world.join(far(world.logits(changed(batches, tokens, token)), base)) / scale
         for kind, at in judged(tokens, token, moves > bound):
             wrong.setdefault(kind, []).append((token, at, float(moves[at].max())))
-    yield from (_seen(tokens, kind, some, bound) for kind, some in wrong.items())
+    for kind, some in wrong.items():
+        token, at, _ = max(some, key=lambda one: len(one[1]))
+        remedy = REMEDIES.get(kind) or _told(world, batches, tokens, token, bound * scale)
+        yield Finding(kind, SEES[kind], _moved(tokens, token, at), max(size for *_, size in some), bound, remedy)
+
+
+def _moved(tokens: Tokens, token: int, at: np.ndarray) -> str:
+    return (f"changing {tokens.name(token)} moves {len(at)} of {int((tokens.document >= 0).sum())} outputs, which must not "
+            f"move, the first at {tokens.name(int(at[0]))}")
+
+
+def _told(world: World, batches: Sequence[Batch], tokens: Tokens, token: int, bound: float) -> str:
+    """Return what keeps this token from other documents: the first change to the batch that does, or what is left."""
+    for what, change in (("leave out attention_mask", {"attention_mask": None}), ("pass use_cache=False", {"use_cache": False}),
+                         ("leave out attention_mask and pass use_cache=False", {"attention_mask": None, "use_cache": False})):
+        if all(batches[0].get(name, name) == value for name, value in change.items()):
+            continue
+        if not all(name in batches[0] or world.subject.inner is world.subject.model for name in change):
+            continue
+        tried = [{**batch, **change} for batch in batches]
+        moves = world.join(far(world.logits(changed(tried, tokens, token)), world.logits(tried)))
+        if not any(kind == "other-documents" for kind, _ in judged(tokens, token, moves > bound)):
+            return f"{what}: then documents are kept apart"
+    given = [name for name in ("position_ids", "cu_seq_lens_q", "document_ids", "seq_idx") if name in batches[0]]
+    return (f"its attention makes nothing of {' and '.join(given) or 'this batch'} here: hand them on to every layer, or use "
+            "an attention that reads them, such as distca.integrations")
 
 
 def judged(tokens: Tokens, token: int, moves: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
@@ -100,31 +129,66 @@ def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
             if not any(isinstance(getattr(below, "layer_idx", None), int) for below in list(part.modules())[1:])]
 
 
+@dataclass(slots=True)
+class Layer:
+    """What one attention layer was seen to do."""
+
+    index: int
+    window: int | None                   # by the config; None: all tokens; 0: not known
+    reach: int = 0                       # tokens that see a changed one, at most
+    longest: int = 0                     # tokens that could
+    beyond: float = 0.0                  # the most that one outside the window moves
+    bound: float = 0.0
+    wrong: dict[str, Seen] = field(default_factory=dict)
+
+    @property
+    def due(self) -> int:
+        return self.longest if self.window is None else min(self.window, self.longest)
+
+
 def each_layer(world: World, batches: Sequence[Batch], tokens: Tokens, advance: Any) -> Iterator[Finding]:
     """Replay every attention layer with one token's input changed: which outputs move, and how far they reach."""
-    model = world.subject.inner or world.subject.model
-    layers = layers_of(model)
-    seen = windows(world.subject.config) or [0] * len(layers)
-    kinds = [(seen[part.layer_idx] if part.layer_idx < len(seen) else 0, type(part)) for part in layers]
-    layers = [part for at, part in enumerate(layers) if len(layers) <= MAX_LAYERS or kinds[:at].count(kinds[at]) < 2]
-    recorder = Recorder(layers)
+    parts = layers_of(world.subject.inner or world.subject.model)
+    seen = dict(enumerate(windows(world.subject.config) or []))
+    kinds = [(seen.get(part.layer_idx, 0), type(part)) for part in parts]
+    parts = [part for at, part in enumerate(parts) if len(parts) <= MAX_LAYERS or kinds[:at].count(kinds[at]) < 2]
+    recorder = Recorder(parts)
     world.logits(batches)
     recorder.close()
-    for at, part in enumerate(layers):
-        if at in recorder.calls:
-            advance()
-            window = seen[part.layer_idx] if part.layer_idx < len(seen) else 0
-            yield from _layer(world, tokens, part, recorder.calls[at], window)
+    layers = []
+    for at, part in enumerate(parts):
+        advance()
+        if at in recorder.calls and (found := _replayed(world, tokens, part, recorder.calls[at], seen)) is not None:
+            layers.append(found)
+    for kind in SEES:
+        some = [one for one in layers if kind in one.wrong]
+        if some:
+            token, at, size = max((one.wrong[kind] for one in some), key=lambda one: one[2])
+            yield Finding(f"layer-{kind}", f"in {_named(some)}, {SEES[kind]}", _moved(tokens, token, at), size,
+                          some[0].bound, REMEDIES.get(kind) or "see how the mask of this kind of layers is made")
+    other = [one for one in layers if one.window != 0 and one.reach != one.due and one.longest > 1]
+    for window, reach in dict.fromkeys((one.window, one.reach) for one in other):
+        some = [one for one in other if (one.window, one.reach) == (window, reach)]
+        due = "all tokens of their document" if window is None else f"windows of {window}, the token itself included"
+        yield Finding("window", f"tokens of {_named(some)} see {reach} tokens, themselves included",
+                      f"the config says {due}", max(one.beyond for one in some) or None, some[0].bound,
+                      "give these layers full causal attention" if window is None else
+                      f"mask keys that are {window} or more tokens before the query, and no others")
 
 
-def _layer(
+def _named(layers: Sequence[Layer]) -> str:
+    return f"layer{'s' * (len(layers) > 1)} {', '.join(str(one.index) for one in layers)}"
+
+
+def _replayed(
     world: World, tokens: Tokens, part: torch.nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]],
-    window: int | None,
-) -> Iterator[Finding]:
+    seen: dict[int, int | None],
+) -> Layer | None:
+    """Replay a layer with one token's input changed at a time; None where it does not take [rows, tokens, hidden]."""
     (args, named), here = call, tokens.here(world.rank)
     hidden = named.get("hidden_states", args[0] if args else None)
     if not isinstance(hidden, torch.Tensor) or hidden.ndim != 3 or hidden.shape[:2].numel() != here.stop - here.start:
-        return
+        return None
 
     def replay(value: torch.Tensor) -> torch.Tensor:
         found = (part(value, *args[1:], **named) if "hidden_states" not in named else
@@ -132,35 +196,31 @@ def _layer(
         return (found[0] if isinstance(found, tuple) else found).detach().double().flatten(0, 1)
 
     base = replay(hidden)
-    scale = max(world.gather(float(base.abs().max())))
+    scale = scale_of(world, tokens, base)
     bound = 8 * largest(tokens, world.join(far(replay(hidden), base))) / scale
-    name = f"layer {part.layer_idx}"
-    reach, longest, size = 0, 0, 0.0
-    wrong: dict[str, tuple[int, np.ndarray, float]] = {}
+    layer = Layer(int(part.layer_idx), seen.get(int(part.layer_idx), 0), bound=bound)  # type: ignore[arg-type]
     for token in chosen(tokens):
         value = hidden.detach().clone()
         if here.start <= token < here.stop:
             value.view(-1, value.shape[-1])[token - here.start].mul_(-1).add_(value.std())
         moves = world.join(far(replay(value), base)) / scale
         for kind, at in judged(tokens, token, moves > bound):
-            wrong.setdefault(kind, (token, at, float(moves[at].max())))
-        after = np.flatnonzero((tokens.document == tokens.document[token]) & (moves > bound))
-        if tokens.document[token] >= 0 and len(after):
-            distance = tokens.position[after] - tokens.position[token]
-            rest = len(tokens.of(int(tokens.document[token]))) - tokens.position[token]
-            reach, longest = max(reach, int(distance.max()) + 1), max(longest, int(rest))
-            if window:
-                size = max(size, float(moves[after][distance >= window].max(initial=0.0)))
-    for kind, (token, at, most) in wrong.items():
-        what, remedy = SEES[kind]
-        yield Finding(f"layer-{kind}", f"in {name}, {what}", f"changing {tokens.name(token)} moves {len(at)} outputs that "
-                      f"must not move, the first at {tokens.name(int(at[0]))}", most, bound, remedy)
-    due = longest if window is None else min(window, longest)
-    if window != 0 and reach != due and longest > 1:
-        kind = "all tokens of a document" if window is None else f"windows of {window} tokens"
-        yield Finding("window", f"{name} sees {reach} tokens, itself included", f"its config says {kind}", size or None,
-                      bound, f"give {name} the window of its config: a window of {window} is a token and the "
-                      f"{(window or 1) - 1} before it" if window else f"give {name} full causal attention")
+            layer.wrong.setdefault(kind, (token, at, float(moves[at].max())))
+        _reach(layer, tokens, token, moves)
+    return layer
+
+
+def _reach(layer: Layer, tokens: Tokens, token: int, moves: np.ndarray) -> None:
+    """Note how far a changed token is seen in its document."""
+    document = tokens.document[token]
+    after = np.flatnonzero((tokens.document == document) & (moves > layer.bound))
+    if document < 0 or not len(after):
+        return
+    distance = tokens.position[after] - tokens.position[token]
+    layer.reach = max(layer.reach, int(distance.max()) + 1)
+    layer.longest = max(layer.longest, len(tokens.of(int(document))) - int(tokens.position[token]))
+    if layer.window:
+        layer.beyond = max(layer.beyond, float(moves[after][distance >= layer.window].max(initial=0.0)))
 
 
 def positions(world: World, batches: Sequence[Batch], tokens: Tokens) -> Iterator[Finding]:

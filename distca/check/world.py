@@ -118,9 +118,15 @@ def sums(logits: torch.Tensor, labels: np.ndarray) -> Sums:
     return Sums(float(total), int((given != IGNORED).sum()))
 
 
+def scale_of(world: World, tokens: Tokens, outputs: torch.Tensor) -> float:
+    """Return the largest output of all ranks' tokens that are not padding."""
+    sizes = world.join(outputs.abs().amax(dim=-1).nan_to_num(nan=0.0, posinf=0.0))
+    return largest(tokens, sizes) or 1.0
+
+
 def far(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Return [tokens] how far each token's outputs are from what is expected; nan counts as far."""
-    return (actual - expected).abs().amax(dim=-1).nan_to_num(nan=torch.inf)
+    return (actual - expected).abs().nan_to_num(nan=torch.inf).amax(dim=-1)
 
 
 def largest(tokens: Tokens, per_token: np.ndarray) -> float:
