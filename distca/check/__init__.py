@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 FOLLOW = ("alone", "over-ranks", "gradients")  # kinds that come of others, where there are any
+LAYER = "layer-"                               # before a kind: the same, seen in single layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,3 +31,10 @@ class Finding:
 
     def record(self) -> dict[str, Any]:
         return {**asdict(self), "line": self.line}
+
+
+def causes(findings: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the findings of which the others are consequences."""
+    kinds = {one["kind"] for one in findings}
+    return [one for one in findings if one["kind"] not in FOLLOW and one["kind"].removeprefix(LAYER) not in
+            kinds - {one["kind"]}] or findings

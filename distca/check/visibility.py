@@ -186,6 +186,7 @@ def _replayed(
 ) -> Layer | None:
     """Replay a layer with one token's input changed at a time; None where it does not take [rows, tokens, hidden]."""
     (args, named), here = call, tokens.here(world.rank)
+    named = {name: None if "past_key_value" in name else one for name, one in named.items()}  # a cache would grow
     hidden = named.get("hidden_states", args[0] if args else None)
     if not isinstance(hidden, torch.Tensor) or hidden.ndim != 3 or hidden.shape[:2].numel() != here.stop - here.start:
         return None

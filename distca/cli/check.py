@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 import distca
-from distca.check import FOLLOW
+from distca.check import causes
 from distca.cli.doctor import GROUP_GRACE_SECONDS
 from distca.cli.options import number, progress, say
 from distca.train.launch import rank_in, report_end, run_ranks, this_rank
@@ -120,11 +120,11 @@ def page(found: dict[str, Any]) -> list[str]:
         some = [one for one in found["probes"] if one["batch"] == batch]
         wrong = [one["probe"] for one in some if one["wrong"]]
         lines.append(f"{'WRONG' if wrong else 'ok':<8} {batch}: {', '.join(wrong or [one['probe'] for one in some])}")
-    causes = [one for one in found["findings"] if one["kind"] not in FOLLOW] or found["findings"]
-    lines += [f"{'WRONG':<8} {one['line']}" for one in causes]
-    lines += [f"{'so':<8} {one['what']}, by {one['size']:.1e}" for one in found["findings"] if one not in causes]
+    first = causes(found["findings"])
+    lines += [f"{'WRONG':<8} {one['line']}" for one in first]
+    lines += [f"{'so':<8} {one['what']}, by {one['size']:.1e}" for one in found["findings"] if one not in first]
     lines += [f"{'note':<8} {one}" for one in found["notes"]]
-    count = len(causes)
+    count = len(first)
     lines.append(f"{'summary':<8} {len(found['probes'])} probes in {found['seconds']:.0f} s: " + (
         f"{count} thing{'s are' if count > 1 else ' is'} wrong" if count else "packing is right"))
     return lines

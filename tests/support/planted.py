@@ -169,7 +169,7 @@ def attention(**flaws: Any) -> str:
         kinds = getattr(module.config, "layer_types", None) or (
             ["sliding_attention" if getattr(module.config, "sliding_window", None) else "full_attention"] * 2)
         window = module.config.sliding_window if kinds[module.layer_idx] == "sliding_attention" else tokens
-        window = tokens if "full" in flaws else window + flaws.get("window", 0)
+        window = tokens if "full" in flaws else window + flaws.get("window", 0) * (window != tokens)
         document = (position_ids == 0).cumsum(-1)                # [rows, tokens]
         if "edge" in flaws:
             document = torch.roll(document, flaws["edge"], dims=-1)
@@ -216,7 +216,7 @@ backward_wrong = _with("llama", backward=1)
 
 
 def padding_attended() -> Made:
-    return Wrapped(small("llama"), lambda model, attention_mask, **batch: model(**batch)), padded()
+    return Wrapped(small("llama"), lambda model, attention_mask, position_ids, **batch: model(**batch)), padded()
 
 
 def gradients_doubled() -> Made:
