@@ -18,27 +18,25 @@ from distca.check.batches import Batch, Tokens, alone
 from distca.check.subject import KERNELS, plain_copy
 from distca.check.visibility import layers_of
 from distca.check.world import Gradients, World, far, scale_of
-from distca.validation import UserError
 from distca.workload.documents import IGNORED
 
 GRADIENT_BOUND = 4     # times that of outputs: backward adds as many roundings again, to sums over tokens
 SMALL_GRADIENT = 0.05  # of the largest: below it a parameter's gradient is compared with this, for it may cancel
 
 
-def packed_and_alone(world: World, batches: Sequence[Batch], tokens: Tokens, advance: Any) -> Iterator[Finding]:
+def packed_and_alone(world: World, batches: Sequence[Batch], tokens: Tokens) -> Iterator[Finding]:
     """Compare every document in the batches with the same document in a batch of its own."""
     packed = world.logits(batches)
     off, scale = np.zeros(len(tokens.document)), scale_of(world, tokens, packed)
     here = tokens.here(world.rank)
     for document in range(tokens.num_documents):
-        advance()
         at = tokens.of(document)
         lone = world.logits([alone(batches, tokens, document)] * world.size)
         mine = (at >= here.start) & (at < here.stop)
         apart = far(packed[torch.from_numpy(at[mine] - here.start).to(packed.device)],
                     lone[torch.from_numpy(np.flatnonzero(mine)).to(lone.device)])
         off[at] = _from_ranks(world, apart, mine)
-    yield from _apart(tokens, off / scale, world.subject.bound, len(batches))
+    yield from _apart(tokens, off / scale, world.subject.bound)
 
 
 def _from_ranks(world: World, mine: torch.Tensor, where: np.ndarray) -> np.ndarray:
@@ -49,14 +47,15 @@ def _from_ranks(world: World, mine: torch.Tensor, where: np.ndarray) -> np.ndarr
     return found
 
 
-def _apart(tokens: Tokens, off: np.ndarray, bound: float, ranks: int) -> Iterator[Finding]:
+def _apart(tokens: Tokens, off: np.ndarray, bound: float) -> Iterator[Finding]:
     wrong = np.flatnonzero(off > bound)
     if not len(wrong):
         return
-    spans = ranks > 1 and len(np.unique([tokens.rank(int(one)) for one in tokens.of(int(tokens.document[wrong[0]]))])) > 1
-    what = "a document over ranks differs from the same on one" if spans else "a packed document differs from the same alone"
-    remedy = ("give every rank's slice its true positions, and attention the keys of the slices before" if spans else
-              "check masks, edges and positions of the packed batch")
+    spans = len({tokens.rank(int(one)) for one in tokens.of(int(tokens.document[wrong[0]]))}) > 1
+    what, remedy = (
+        ("a document over ranks differs from the same on one",
+         "give every rank's slice its true positions, and attention the keys of the slices before") if spans else
+        ("a packed document differs from the same alone", "check masks, edges and positions of the packed batch"))
     documents = np.unique(tokens.document[wrong])
     yield Finding("over-ranks" if spans else "alone", what,
                   f"{len(wrong)} outputs of document{'s' * (len(documents) > 1)} "
@@ -64,10 +63,9 @@ def _apart(tokens: Tokens, off: np.ndarray, bound: float, ranks: int) -> Iterato
                   float(off.max()), bound, remedy)
 
 
-def kernels(world: World, batches: Sequence[Batch], tokens: Tokens, names: Sequence[str], advance: Any
-            ) -> Iterator[Finding]:
-    """Compare attention on single documents: the subject's own and those of these names, each with eager's."""
-    subject = world.subject
+def kernels(world: World, batches: Sequence[Batch], tokens: Tokens) -> Iterator[Finding]:
+    """Compare attention on single documents with eager's: the subject's own and, built from a config, all there are."""
+    subject, names = world.subject, KERNELS if world.subject.batch is None else ()
     plain = plain_copy(subject)
     if plain is None:
         return
@@ -79,7 +77,6 @@ def kernels(world: World, batches: Sequence[Batch], tokens: Tokens, names: Seque
     for raised in (False, True)[:1 + bool(getattr(subject.config, "attn_logit_softcapping", None))]:
         scales = [*_raised([subject.model, plain, *filter(None, others.values())], subject.config)] if raised else []
         for name, model in others.items():
-            advance()
             off, scale, first = 0.0, 0.0, 0
             for document, batch in enumerate(lone):
                 expected = world.logits([batch] * world.size, plain)
@@ -108,26 +105,23 @@ def _raised(models: Sequence[torch.nn.Module], config: Any) -> Iterator[tuple[An
                 part.scaling = max(scaling, float(config.attn_logit_softcapping) / 8 / dim**0.5)
 
 
-def gradients(world: World, batches: Sequence[Batch], tokens: Tokens, found: Gradients | None, advance: Any
-              ) -> Iterator[Finding]:
+def gradients(world: World, batches: Sequence[Batch], tokens: Tokens, found: Gradients | None) -> Iterator[Finding]:
     """Compare the gradients of the mean loss over all labels with those of the documents one at a time."""
     total = int((tokens.due_label != IGNORED).sum())
     if found is None or not total:
         return
-    expected = lone_gradients(world, batches, tokens, total, advance)
+    expected = lone_gradients(world, batches, tokens, total)
     if expected is None or expected.keys() != found.keys():
         return
     yield from compared(expected, found, GRADIENT_BOUND * world.subject.bound, world.size)
 
 
-def lone_gradients(world: World, batches: Sequence[Batch], tokens: Tokens, total: int, advance: Any
-                   ) -> Gradients | None:
+def lone_gradients(world: World, batches: Sequence[Batch], tokens: Tokens, total: int) -> Gradients | None:
     """Return the gradients that a plain copy has on one document at a time, or None without such a copy."""
     plain = plain_copy(world.subject)
     if plain is None:
         return None
     for document in range(tokens.num_documents):
-        advance()
         batch, at = alone(batches, tokens, document), tokens.of(document)
         logits = world.run({"input_ids": batch["input_ids"], "position_ids": torch.arange(len(at))[None],
                             "use_cache": False}, plain).logits[0]
@@ -147,7 +141,8 @@ def compared(expected: Gradients, found: Gradients, bound: float, ranks: int) ->
     for name, right in expected.items():
         size = max(float(right.abs().max()), SMALL_GRADIENT * largest_of_all)
         off = float((found[name] - right).abs().nan_to_num(nan=torch.inf).max()) / size
-        scaled &= float((found[name] - ratio * right).abs().nan_to_num(nan=torch.inf).max()) / size <= bound * abs(ratio)
+        left = float((found[name] - ratio * right).abs().nan_to_num(nan=torch.inf).max()) / size
+        scaled &= left <= bound * abs(ratio)
         count += off > bound
         worst, most = (name, off) if off > most else (worst, most)
     if not count:
@@ -164,7 +159,3 @@ def compared(expected: Gradients, found: Gradients, bound: float, ranks: int) ->
                   f"{count} of {len(expected)} parameters, most {worst}", most, bound,
                   "see the lines before; if there are none, look at the backward of the attention in use")
 
-
-def kernel_names(subject_has_batch: bool) -> tuple[str, ...]:
-    """Return the kernels to compare: a function's model is compared as it is, a config's with every attention."""
-    return () if subject_has_batch else KERNELS

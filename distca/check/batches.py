@@ -44,11 +44,6 @@ class Tokens:
     def num_documents(self) -> int:
         return int(self.document.max(initial=-1)) + 1
 
-    @property
-    def special(self) -> np.ndarray:
-        """Ids that only padding has."""
-        return np.setdiff1d(self.ids[self.document < 0], self.ids[self.document >= 0])
-
     def of(self, document: int) -> np.ndarray:
         """Return the tokens of a document, in the order of their positions."""
         at = np.flatnonzero(self.document == document)
@@ -100,7 +95,7 @@ def _ids(batch: Batch) -> np.ndarray:
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.dtype.is_floating_point:
         raise UserError("the batch has no input_ids [rows, tokens]; return a dict of what the model takes by name, "
                         "input_ids among them")
-    return ids.cpu().numpy()
+    return ids.numpy()
 
 
 def _read(batch: Batch, shape: tuple[int, int]) -> tuple[Any, np.ndarray | None]:
@@ -114,7 +109,7 @@ def _read(batch: Batch, shape: tuple[int, int]) -> tuple[Any, np.ndarray | None]
     if positions is not None and positions.ndim == 3:            # of images: one row for time
         named["position_ids"] = positions = positions[0]
     if mask is not None and int(mask.max()) > 1:                 # numbers the documents of a row
-        number = mask.cpu().numpy()
+        number = mask.numpy()
         begins = np.diff(number, axis=1, prepend=-1) != 0
         column = np.broadcast_to(np.arange(shape[1]), shape)
         named["position_ids"] = torch.from_numpy(column - np.maximum.accumulate(column * begins, axis=1))
@@ -128,7 +123,7 @@ def _labels(batches: Sequence[Batch], document: np.ndarray, position: np.ndarray
     given, own = [], []
     for batch in batches:
         ids = batch["input_ids"]
-        labels, shifted = (None if batch.get(name) is None else batch[name].cpu() for name in LABELS[:2])
+        labels, shifted = (None if batch.get(name) is None else batch[name] for name in LABELS[:2])
         blank = torch.full(ids.shape, IGNORED)
         if shifted is None:
             shifted = blank if labels is None else torch.cat([labels[:, 1:], blank[:, :1]], dim=1)
@@ -148,31 +143,25 @@ def _labels(batches: Sequence[Batch], document: np.ndarray, position: np.ndarray
 
 def alone(batches: Sequence[Batch], tokens: Tokens, document: int) -> Batch:
     """Return a batch of one row that holds this document alone, with the arguments that the batches have."""
-    at, found = tokens.of(document), {}
-    for name, value in batches[0].items():
-        shape = batches[0]["input_ids"].shape
-        if name in _EDGES:
-            found[name] = torch.tensor([0, len(at)], dtype=value.dtype, device=value.device)
-        elif name in _LONGEST:
-            found[name] = len(at)
-        elif name == "attention_mask" and isinstance(value, torch.Tensor) and value.ndim == 4:
-            row, column = divmod(at - tokens.rank_edges[tokens.rank(at[0])], shape[1])
-            mask = batches[tokens.rank(at[0])][name]
-            found[name] = mask[row[0]:row[0] + 1] if mask.shape[0] > 1 else mask
-            found[name] = found[name][:, :, column][..., column]
-        elif isinstance(value, torch.Tensor) and value.shape[:2] == shape:
-            every = torch.cat([batch[name].cpu().flatten(0, 1) for batch in batches])
+    at, first = tokens.of(document), batches[0]
+    shape, found = first["input_ids"].shape, dict[str, Any]()
+    for name, value in first.items():
+        if not isinstance(value, torch.Tensor):
+            found[name] = len(at) if name in _LONGEST else value
+        elif name in _EDGES:
+            found[name] = torch.tensor([0, len(at)], dtype=value.dtype)
+        elif value.shape[:2] == shape and name not in ("seq_idx", "document_ids"):
+            every = torch.cat([batch[name].flatten(0, 1) for batch in batches])
             found[name] = every[torch.from_numpy(at)][None]
-    if found.get("attention_mask") is not None and found["attention_mask"].ndim == 2:
-        found["attention_mask"] = torch.ones_like(found["attention_mask"])
-    if batches[0].get("position_ids") is not None:
+    if found.get("attention_mask") is not None:
+        found["attention_mask"] = torch.ones_like(found["input_ids"])
+    if first.get("position_ids") is not None:
         found["position_ids"] = torch.arange(len(at))[None]
-    if "shift_labels" in found:
+    if found.get("shift_labels") is not None:
         found["shift_labels"] = torch.from_numpy(tokens.due_label[at])[None]
-    if "labels" in found:
+    if found.get("labels") is not None:
         found["labels"][:, 0] = IGNORED
-    return {**{name: value for name, value in batches[0].items() if not isinstance(value, torch.Tensor)},
-            **{name: value for name, value in found.items() if name not in ("seq_idx", "document_ids")}}
+    return found
 
 
 def without_labels(batch: Batch) -> Batch:
@@ -190,16 +179,11 @@ def changed(batches: Sequence[Batch], tokens: Tokens, token: int) -> list[Batch]
 
 def renamed(batches: Sequence[Batch], keep: Sequence[int | None], seed: int) -> list[Batch]:
     """Return the batches with other tokens: ids that occur are exchanged for each other, also in the labels."""
-    found = np.unique(np.concatenate([batch["input_ids"].cpu().numpy().reshape(-1) for batch in batches]))
-    found = np.setdiff1d(found, [one for one in keep if one is not None])
-    table = torch.arange(int(found.max(initial=0)) + 1)
-    table[torch.from_numpy(found)] = torch.from_numpy(np.random.default_rng(seed).permutation(found))
-
-    def other(ids: torch.Tensor) -> torch.Tensor:
-        known = (ids >= 0) & (ids < len(table))
-        return torch.where(known, table.to(ids.device)[ids.clamp(0, len(table) - 1)], ids)
-
-    return [{name: other(value) if name in ("input_ids", *LABELS[:2]) and value is not None else value
+    ids = np.unique(np.concatenate([batch["input_ids"].numpy().reshape(-1) for batch in batches]))
+    ids = np.setdiff1d(ids, [one for one in (*keep, IGNORED) if one is not None])
+    table = dict(zip(ids.tolist(), np.random.default_rng(seed).permutation(ids).tolist(), strict=True))
+    return [{name: value.clone().apply_(lambda one: table.get(one, one))
+             if name in ("input_ids", *LABELS[:2]) and value is not None else value
              for name, value in batch.items()} for batch in batches]
 
 

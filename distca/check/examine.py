@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from distca.check import Finding
-from distca.check.agreement import gradients, kernel_names, kernels, packed_and_alone
+from distca.check.agreement import gradients, kernels, packed_and_alone
 from distca.check.batches import Batch, Tokens, over_ranks, packings, renamed, tokens_of
 from distca.check.losses import labels, takes_count, trainer_step, weights
 from distca.check.subject import Subject
@@ -24,20 +23,17 @@ from distca.validation import UserError
 
 Record = dict[str, Any]
 Update = Callable[[str], object]
-PROBES = ("one token", "layers", "positions", "packed against alone", "attention", "labels", "loss", "gradients", "step")
 GIVEN = "the batch given"
 
 
 def examine(subject: Subject, update: Update = lambda _: None) -> Record:
     """Return findings, notes and the probes that ran; every rank calls this and returns the same."""
-    world, notes = World(subject), []
-    records: list[Record] = []
-    findings: list[Finding] = []
+    world, notes = World(subject), list[str]()
+    records, findings = list[Record](), list[Finding]()
     for name, batches in _batches(world, 0).items():
-        again = partial(_again, world, name, batches)
         found, ran = examined(world, name, batches, update)
         if found:
-            kept = {one.kind for one in examined(world, name, again(), update)[0]}
+            kept = {one.kind for one in examined(world, name, _again(world, name, batches), update)[0]}
             found = [one for one in found if one.kind in kept]
         records += [{"batch": name, "probe": probe, "seconds": seconds,
                      "wrong": sum(one.kind in kinds for one in found)} for probe, seconds, kinds in ran]
@@ -75,7 +71,7 @@ def examined(world: World, name: str, batches: Sequence[Batch], update: Update
                         "itself before anything else")], [("batch", 0.0, {"batch"})]
     found: list[Finding] = []
     ran = []
-    for probe, findings in _probes(world, name, batches, tokens, lambda what: update(f"{name}: {what}")):
+    for probe, findings in _probes(world, name, batches, tokens, update):
         begin, before = time.monotonic(), len(found)
         try:
             found += findings()
@@ -85,7 +81,7 @@ def examined(world: World, name: str, batches: Sequence[Batch], update: Update
             if isinstance(error, UserError) and "the model returned" in str(error):
                 raise
             found.append(Finding(f"raises-{probe}", f"the model raises {type(error).__name__} ({probe})",
-                                 first_line(error), None, None, "the message says what it needs; every rank and row must be taken"))
+                                 first_line(error), None, None, "give it what the message says it needs"))
         ran.append((probe, time.monotonic() - begin, {one.kind for one in found[before:]}))
         if found[before:] and found[-1].kind.startswith("raises"):
             break
@@ -95,31 +91,28 @@ def examined(world: World, name: str, batches: Sequence[Batch], update: Update
 def _probes(world: World, name: str, batches: Sequence[Batch], tokens: Tokens, update: Update
             ) -> Iterator[tuple[str, Callable[[], list[Finding]]]]:
     """Yield the probes for these batches in order, what shows causes before what shows effects."""
-    first = name in (GIVEN, "one flattened row") or world.size > 1 and "over" in name
+    own = name in (GIVEN, "one flattened row")
     kept: list[Any] = [None]
 
-    def weighed() -> list[Finding]:
+    def loss() -> list[Finding]:
         found, kept[0] = weights(world, batches, tokens)
         return found
 
-    def advance(what: str) -> Callable[[], None]:
-        return lambda: update(what) and None
-
-    every: dict[str, Callable[[], Any]] = {
-        "one token": lambda: one_token(world, batches, tokens, advance("one token")),
-        "layers": lambda: each_layer(world, batches, tokens, advance("layers")) if first else (),
-        "positions": lambda: positions(world, batches, tokens),
-        "packed against alone": lambda: packed_and_alone(world, batches, tokens, advance("packed against alone")),
-        "attention": lambda: kernels(world, batches, tokens, kernel_names(world.subject.batch is not None),
-                                     advance("attention")) if name in (GIVEN, "one flattened row") else (),
-        "labels": lambda: labels(tokens),
-        "loss": weighed,
-        "gradients": lambda: gradients(world, batches, tokens, kept[0], advance("gradients")) if first else (),
-        "step": lambda: trainer_step(world, batches, tokens, advance("step")),
-    }
-    for probe in PROBES:
-        update(probe)
-        yield probe, lambda probe=probe: [*every[probe]()]       # type: ignore[misc]
+    every: list[tuple[str, bool, Callable[[], Any]]] = [
+        ("one token", True, lambda: one_token(world, batches, tokens)),
+        ("layers", own or len(batches) > 1, lambda: each_layer(world, batches, tokens)),
+        ("positions", True, lambda: positions(world, batches, tokens)),
+        ("packed against alone", True, lambda: packed_and_alone(world, batches, tokens)),
+        ("attention", own and world.subject.inner is not None, lambda: kernels(world, batches, tokens)),
+        ("labels", True, lambda: labels(tokens)),
+        ("loss", True, loss),
+        ("gradients", own or len(batches) > 1, lambda: gradients(world, batches, tokens, kept[0])),
+        ("step", world.subject.step is not None, lambda: trainer_step(world, batches, tokens)),
+    ]
+    for probe, applies, run in every:
+        if applies:
+            update(f"{name}: {probe}")
+            yield probe, lambda run=run: [*run()]                # type: ignore[misc]
 
 
 def _notes(world: World, name: str, batches: Sequence[Batch]) -> Iterator[str]:
@@ -133,10 +126,10 @@ def _notes(world: World, name: str, batches: Sequence[Batch]) -> Iterator[str]:
         return
     rows = sum(batch["input_ids"].shape[0] for batch in batches)
     if tokens.num_documents <= rows and not (tokens.document < 0).any():
-        yield ("every row is one document as far as the batch says; if rows are packed, give position_ids that restart: "
-               "without them documents see each other, and no probe can know")
+        yield ("every row is one document, as the batch says; if rows are packed, give position_ids that restart; "
+               "else documents see each other, and no probe can know")
     if subject.inner is None:
         yield "the model is not one of Transformers: its attention and gradients are compared with nothing but itself"
     if not takes_count(subject.model):
-        yield ("the model does not take num_items_in_batch: a trainer that averages its losses over micro-batches or ranks "
-               "weighs tokens of short ones more; weigh by labels, or have the function return a step to check")
+        yield ("the model does not take num_items_in_batch: a trainer that averages its losses over micro-batches or "
+               "ranks gives tokens of short ones more weight; have the function return a step, to check that")

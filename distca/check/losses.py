@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from distca.check import Finding
-from distca.check.agreement import compared, lone_gradients
+from distca.check.agreement import GRADIENT_BOUND, compared, lone_gradients
 from distca.check.batches import Batch, Tokens, alone, tokens_of
 from distca.check.world import Gradients, World, loss_in, sums
 from distca.workload.documents import IGNORED
@@ -40,7 +40,8 @@ def labels(tokens: Tokens) -> Iterator[Finding]:
         ("label-shift", "labels are not the next token", real & ~last & (given != IGNORED) & (given != following),
          "labels are the tokens themselves, the model shifts them; only shift_labels are shifted"),
     ):
-        if at.any() and (kind != "label-shift" or at.sum() > 0.5 * (given != IGNORED).sum() or _at_cuts(tokens, at)):
+        most = at.sum() > 0.5 * (given != IGNORED).sum()
+        if at.any() and (kind != "label-shift" or most or _at_cuts(tokens, at)):
             yield Finding(kind, what, f"{int(at.sum())} of {int((due != IGNORED).sum())} labels, the first at "
                           f"{tokens.name(int(np.flatnonzero(at)[0]))}", None, None, remedy)
 
@@ -51,7 +52,7 @@ def _at_cuts(tokens: Tokens, at: np.ndarray) -> bool:
 
 
 def takes_count(model: torch.nn.Module) -> bool:
-    names = inspect.signature(model.forward).parameters.values()
+    names = inspect.signature(getattr(model, "module", model).forward).parameters.values()
     return any(one.name == COUNTED or one.kind is one.VAR_KEYWORD for one in names)
 
 
@@ -59,7 +60,7 @@ def weights(world: World, batches: Sequence[Batch], tokens: Tokens) -> tuple[lis
     """Compare the loss with the mean over labels, and return the gradients of the loss of all ranks."""
     batch, here = batches[world.rank], tokens.here(world.rank)
     total = int((tokens.next_label != IGNORED).sum())
-    if total == 0 or batch.get("labels") is None and batch.get("shift_labels") is None:
+    if total == 0 or (batch.get("labels") is None and batch.get("shift_labels") is None):
         return [], None
     logits, given = world.logits(batches), tokens.next_label[here]
     mine = sums(logits, given)
@@ -68,21 +69,23 @@ def weights(world: World, batches: Sequence[Batch], tokens: Tokens) -> tuple[lis
     if not all(world.gather(plain is not None)):
         return [], None
     assert plain is not None
-    found = [] if not mine.count else [_weighed(float(plain.detach()), mine.loss / mine.count, means, "the loss of a batch")]
+    found: list[Finding | None] = []
+    if mine.labels:
+        found.append(_weighed(float(plain.detach()), mine.loss / mine.labels, means, "the loss of a batch"))
     gradients = None
     if takes_count(world.subject.model):
         counted = loss_in(world.run({**batch, COUNTED: total}))
         assert counted is not None
-        gradients = world.gradients(counted)
+        gradients = world.gradients(counted.backward)
         said = f"the loss with {COUNTED}, summed over ranks" if world.size > 1 else f"the loss with {COUNTED}"
         every = world.gather((float(counted.detach()), mine.loss))
         twice = loss_in(world.run({**batch, COUNTED: 2 * total}))
         found.append(_weighed(sum(one for one, _ in every), sum(one for _, one in every) / total, means, said))
-        if mine.count and twice is not None and not found[-1]:
+        if mine.labels and twice is not None and not found[-1]:
             found.append(_weighed(float(twice.detach()), mine.loss / (2 * total), {"the mean of this micro-batch alone":
                                   float(plain.detach())}, f"the loss with {COUNTED} of two micro-batches"))
     elif world.size == 1:
-        gradients = world.gradients(plain)
+        gradients = world.gradients(plain.backward)
     firsts = world.gather([one for one in found if one is not None])
     return next((some[:1] for some in firsts if some), []), gradients
 
@@ -92,14 +95,15 @@ def _other_means(world: World, logits: torch.Tensor, given: np.ndarray, tokens: 
     rows = given.reshape(-1, tokens.row_len[world.rank])
     per_row = [sums(part, row) for part, row in zip(logits.split(rows.shape[1]), rows, strict=True)]
     own = sums(logits, given)
-    means = [one.loss / one.count for one in per_row if one.count]
-    ranks = [one.loss / one.count for one in world.gather(own) if one.count]
+    means = [one.loss / one.labels for one in per_row if one.labels]
+    ranks = [one.loss / one.labels for one in world.gather(own) if one.labels]
     document = [sums(logits[torch.from_numpy(at)], given[at]) for at in (
         np.flatnonzero(tokens.document[tokens.here(world.rank)] == one) for one in range(tokens.num_documents))]
-    by_document = [one.loss / one.count for one in document if one.count]
-    found = {"the mean of the rows' means": float(np.mean(means or [0.0])),
+    by_document = [one.loss / one.labels for one in document if one.labels]
+    found = {"that divided by the ranks": own.loss / max(own.labels, 1) / world.size,
+             "the mean of the rows' means": float(np.mean(means or [0.0])),
              "the mean of the documents' means": float(np.mean(by_document or [0.0])),
-             "the mean of this rank's labels": own.loss / max(own.count, 1),
+             "the mean of this rank's labels": own.loss / max(own.labels, 1),
              "the mean over all tokens, labelled or not": own.loss / len(given)}
     if len(ranks) > 1:
         found |= {"the mean of the ranks' means": float(np.mean(ranks)), "the sum of the ranks' means": sum(ranks)}
@@ -111,16 +115,17 @@ def _weighed(actual: float, expected: float, means: dict[str, float], what: str)
     if off <= LOSS_BOUND:
         return None
     known = next((name for name, one in means.items() if abs(one - actual) <= LOSS_BOUND * abs(actual)), None)
-    where = f"it is {actual:.6g} and the mean over labels {expected:.6g}" + (f": it is {known}" if known else "")
+    where = f"it is {actual:.6g}{f', {known},' if known else ''} and the mean over labels {expected:.6g}"
     return Finding("loss", f"{what} does not weigh every label the same", where, off, LOSS_BOUND,
-                   f"sum the cross entropy and divide it by the labels of all rows, ranks and micro-batches ({COUNTED})")
+                   f"divide the summed cross entropy by the labels of all rows, ranks and micro-batches ({COUNTED})")
 
 
-def trainer_step(world: World, batches: Sequence[Batch], tokens: Tokens, advance: Any) -> Iterator[Finding]:
+def trainer_step(world: World, batches: Sequence[Batch], tokens: Tokens) -> Iterator[Finding]:
     """Run the trainer's own step on two uneven micro-batches; compare its loss and the gradients that it leaves."""
     subject = world.subject
     total = int((tokens.due_label != IGNORED).sum())
-    if subject.step is None or not total:
+    step = subject.step
+    if step is None or not total:
         return
     lengths = np.bincount(tokens.document[tokens.document >= 0])
     second = alone(batches, tokens, int(np.argmax(lengths)))
@@ -130,25 +135,16 @@ def trainer_step(world: World, batches: Sequence[Batch], tokens: Tokens, advance
     loss = sum(sums(world.logits(some), one.due_label[one.here(world.rank)]).loss
                for some, one in zip(([second] * world.size, batches), others, strict=True))
     expected = sum(world.gather(loss)) / count
-    subject.model.zero_grad(set_to_none=True)
-    returned = subject.step(subject.model, both)
-    inner = subject.inner or subject.model
-    found = {name: _whole(one) for name, one in inner.named_parameters() if one.requires_grad}
-    subject.model.zero_grad(set_to_none=True)
-    if returned is not None:
-        actual = world.gather(float(returned))
+    returned: list[Any] = []
+    found = world.gradients(lambda: returned.append(step(subject.model, both)), summed=True)
+    if returned[0] is not None:
+        actual = world.gather(float(returned[0]))
         finding = _weighed(actual[0], expected, {}, "the step's loss")
         if finding is not None and max(actual) - min(actual) <= LOSS_BOUND * abs(expected):
             yield finding
-    parts = [lone_gradients(world, some, one, count, advance)
+    parts = [lone_gradients(world, some, one, count)
              for some, one in zip(([second] * world.size, batches), others, strict=True)]
     if parts[0] is not None and parts[1] is not None:
         due = {name: one + parts[1][name] for name, one in parts[0].items()}
-        bound = 4 * subject.bound
-        yield from compared(due, found, bound, world.size)
+        yield from compared(due, found, GRADIENT_BOUND * subject.bound, world.size)
 
-
-def _whole(parameter: torch.nn.Parameter) -> torch.Tensor:
-    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    whole = getattr(gradient, "full_tensor", None)
-    return (gradient if whole is None else whole()).detach().double()

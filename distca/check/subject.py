@@ -92,13 +92,14 @@ def _from_config(file: Path, device: torch.device, dtype: torch.dtype | None) ->
         raise UserError(f"{file}: transformers {hf.__version__} makes no causal language model of it "
                         f"({first_line(error)})") from None
     count, weights = sum(one.numel() for one in shapes.parameters()), [*file.parent.glob("*.safetensors")]
-    whole = count <= MAX_PARAMETERS
-    if not whole:
+    is_small = count <= MAX_PARAMETERS
+    if not is_small:
         narrow(config)
     _shorten_windows(config)
     config._experts_implementation = "eager"                     # the other kinds know no float64
     torch.manual_seed(0)
-    if whole and weights:
+    model: Any
+    if is_small and weights:
         model = hf.AutoModelForCausalLM.from_pretrained(str(file.parent), config=config, dtype=torch.float32,
                                                         use_safetensors=True)
         made = "its weights"
@@ -107,16 +108,17 @@ def _from_config(file: Path, device: torch.device, dtype: torch.dtype | None) ->
         sharpen(model)
         made = "random weights"
     said = f"{config.model_type}, {config.num_hidden_layers} of {full.num_hidden_layers} layers, {made}"
-    if not whole:
-        said += (f", narrowed to hidden size {config.hidden_size} and {sum(p.numel() for p in model.parameters()):,} of "
-                 f"{count:,} parameters")
+    if not is_small:
+        left = sum(one.numel() for one in model.parameters())
+        said += f", narrowed to hidden size {config.hidden_size} and {left:,} of {count:,} parameters"
     if getattr(config, "sliding_window", None) != getattr(full, "sliding_window", None):
         said += f", windows of {full.sliding_window} shortened to {config.sliding_window}"
     model.to(device)
     tried = [dtype] if dtype else [torch.float64, torch.float32] if device.type == "cpu" else [torch.float32]
     for one in tried:
         subject = _ready(Subject(model.to(one), said, device, one, inner=model))
-        if one is tried[-1] or (_is_finite(model, "padded rows") and _is_finite(plain_copy(subject), "one flattened row")):
+        if one is tried[-1] or (
+                _is_finite(model, "padded rows") and _is_finite(plain_copy(subject), "one flattened row")):
             break
     return subject
 
@@ -250,12 +252,18 @@ def plain_copy(subject: Subject, kernel: str = "eager", dtype: torch.dtype | Non
     config = copy.deepcopy(inner.config)
     try:
         plain = type(inner)._from_config(config, attn_implementation=kernel, dtype=dtype or subject.dtype)
-        state = {name: getattr(one, "full_tensor", lambda one=one: one)() for name, one in inner.state_dict().items()}
+        state = {name: whole(one) for name, one in inner.state_dict().items()}
         plain.load_state_dict(state)
     except (ValueError, RuntimeError, ImportError):
         return None
     plain.to(subject.device, dtype or subject.dtype)
     return _ready(replace(subject, model=plain, inner=plain)).model
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of which ranks may have shards."""
+    found: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found
 
 
 def with_attention(subject: Subject, enable: Callable[..., Any] | None, **options: Any) -> Subject:

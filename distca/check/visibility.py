@@ -20,11 +20,13 @@ from distca.check.world import World, far, largest, scale_of
 
 MAX_DOCUMENTS = 6      # of which tokens are changed
 MAX_LAYERS = 8
-SEES = {"other-documents": "tokens see other documents", "future": "tokens see the future", "padding": "tokens see padding"}
+SEES = {"other-documents": "tokens see other documents", "future": "tokens see the future",
+        "padding": "tokens see padding"}
 REMEDIES = {
     "future": "use a causal mask in every layer",
     "padding": "give the model an attention_mask that is 0 at padding, or leave padding out",
 }
+Call = tuple[tuple[Any, ...], dict[str, Any]]
 Seen = tuple[int, np.ndarray, float]  # the token that was changed, those that moved and must not, and the most of them
 
 
@@ -41,7 +43,7 @@ def chosen(tokens: Tokens) -> list[int]:
     return [*dict.fromkeys(found), *padding[[0, -1] if len(padding) else []].tolist()]
 
 
-def one_token(world: World, batches: Sequence[Batch], tokens: Tokens, advance: Any) -> Iterator[Finding]:
+def one_token(world: World, batches: Sequence[Batch], tokens: Tokens) -> Iterator[Finding]:
     """Change tokens one at a time and find outputs that must not move and do."""
     base = world.logits(batches)
     scale = scale_of(world, tokens, base)
@@ -54,7 +56,6 @@ def one_token(world: World, batches: Sequence[Batch], tokens: Tokens, advance: A
         bound = max(bound, world.subject.bound)
     wrong: dict[str, list[Seen]] = {}
     for token in chosen(tokens):
-        advance()
         moves = world.join(far(world.logits(changed(batches, tokens, token)), base)) / scale
         for kind, at in judged(tokens, token, moves > bound):
             wrong.setdefault(kind, []).append((token, at, float(moves[at].max())))
@@ -65,68 +66,55 @@ def one_token(world: World, batches: Sequence[Batch], tokens: Tokens, advance: A
 
 
 def _moved(tokens: Tokens, token: int, at: np.ndarray) -> str:
-    return (f"changing {tokens.name(token)} moves {len(at)} of {int((tokens.document >= 0).sum())} outputs, which must not "
-            f"move, the first at {tokens.name(int(at[0]))}")
+    return (f"changing {tokens.name(token)} moves {len(at)} of {int((tokens.document >= 0).sum())} outputs, which must "
+            f"not move, the first at {tokens.name(int(at[0]))}")
 
 
 def _told(world: World, batches: Sequence[Batch], tokens: Tokens, token: int, bound: float) -> str:
-    """Return what keeps this token from other documents: the first change to the batch that does, or what is left."""
-    for what, change in (("leave out attention_mask", {"attention_mask": None}), ("pass use_cache=False", {"use_cache": False}),
-                         ("leave out attention_mask and pass use_cache=False", {"attention_mask": None, "use_cache": False})):
-        if all(batches[0].get(name, name) == value for name, value in change.items()):
-            continue
-        if not all(name in batches[0] or world.subject.inner is world.subject.model for name in change):
+    """Return which change to the batch keeps this token from other documents, or what to do where none does."""
+    no_mask, no_cache = {"attention_mask": None}, {"use_cache": False}
+    for what, change in (("leave out attention_mask", no_mask), ("pass use_cache=False", no_cache),
+                         ("leave out attention_mask and pass use_cache=False", {**no_mask, **no_cache})):
+        if world.subject.inner is None or all(batches[0].get(name) == value for name, value in change.items()):
             continue
         tried = [{**batch, **change} for batch in batches]
         moves = world.join(far(world.logits(changed(tried, tokens, token)), world.logits(tried)))
         if not any(kind == "other-documents" for kind, _ in judged(tokens, token, moves > bound)):
             return f"{what}: then documents are kept apart"
     given = [name for name in ("position_ids", "cu_seq_lens_q", "document_ids", "seq_idx") if name in batches[0]]
-    return (f"its attention makes nothing of {' and '.join(given) or 'this batch'} here: hand them on to every layer, or use "
-            "an attention that reads them, such as distca.integrations")
+    return (f"attention makes nothing of {' and '.join(given) or 'this batch'}: hand them on to every layer, or use an "
+            "attention that reads them, such as distca.integrations")
 
 
 def judged(tokens: Tokens, token: int, moves: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Return which tokens moved that must not, by what that means."""
-    document, position = tokens.document[token], tokens.position[token]
+    """Yield which tokens moved that must not, by what that means."""
     moves = moves & (tokens.document >= 0)
-    same = tokens.document == document
-    if document < 0:
-        yield from [("padding", np.flatnonzero(moves))] * bool(moves.any())
-        return
-    for kind, at in (("other-documents", moves & ~same), ("future", moves & same & (tokens.position < position))):
-        if at.any():
-            yield kind, np.flatnonzero(at)
+    same = tokens.document == tokens.document[token]
+    if tokens.document[token] < 0:
+        found = {"padding": moves}
+    else:
+        found = {"other-documents": moves & ~same,
+                 "future": moves & same & (tokens.position < tokens.position[token])}
+    yield from ((kind, np.flatnonzero(at)) for kind, at in found.items() if at.any())
 
 
-def _seen(tokens: Tokens, kind: str, some: list[tuple[int, np.ndarray, float]], bound: float) -> Finding:
-    token, at, _ = max(some, key=lambda one: len(one[1]))
-    what, remedy = SEES[kind]
-    count = int((tokens.document >= 0).sum())
-    where = (f"changing {tokens.name(token)} moves {len(at)} of {count} outputs that must not move, the first at "
-             f"{tokens.name(int(at[0]))}")
-    return Finding(kind, what, where, max(size for *_, size in some), bound, remedy)
+def calls_of(world: World, batches: Sequence[Batch], parts: Sequence[Any]) -> dict[int, Call]:
+    """Return how the parts of a model are called in one forward, by index."""
+    calls: dict[int, Call] = {}
+    hooks = [part.register_forward_pre_hook(lambda _, args, named, at=at: calls.__setitem__(at, (args, named)),
+                                            with_kwargs=True) for at, part in enumerate(parts)]
+    world.logits(batches)
+    for hook in hooks:
+        hook.remove()
+    return calls
 
 
-class Recorder:
-    """Records how the parts of a model are called in one forward."""
-
-    def __init__(self, parts: Sequence[torch.nn.Module]) -> None:
-        self.calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-        self._hooks = [part.register_forward_pre_hook(
-            lambda _, args, named, at=at: self.calls.__setitem__(at, (args, named)), with_kwargs=True)
-            for at, part in enumerate(parts)]
-
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-
-def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+def layers_of(model: torch.nn.Module) -> list[Any]:
     """Return the parts that mix tokens, in order: the innermost ones that know which layer they are."""
-    indexed = [part for part in model.modules() if isinstance(getattr(part, "layer_idx", None), int)]
-    return [part for part in indexed
-            if not any(isinstance(getattr(below, "layer_idx", None), int) for below in list(part.modules())[1:])]
+    def is_indexed(part: torch.nn.Module) -> bool:
+        return isinstance(getattr(part, "layer_idx", None), int)
+
+    return [part for part in model.modules() if is_indexed(part) and not any(map(is_indexed, [*part.modules()][1:]))]
 
 
 @dataclass(slots=True)
@@ -146,20 +134,15 @@ class Layer:
         return self.longest if self.window is None else min(self.window, self.longest)
 
 
-def each_layer(world: World, batches: Sequence[Batch], tokens: Tokens, advance: Any) -> Iterator[Finding]:
+def each_layer(world: World, batches: Sequence[Batch], tokens: Tokens) -> Iterator[Finding]:
     """Replay every attention layer with one token's input changed: which outputs move, and how far they reach."""
     parts = layers_of(world.subject.inner or world.subject.model)
     seen = dict(enumerate(windows(world.subject.config) or []))
     kinds = [(seen.get(part.layer_idx, 0), type(part)) for part in parts]
     parts = [part for at, part in enumerate(parts) if len(parts) <= MAX_LAYERS or kinds[:at].count(kinds[at]) < 2]
-    recorder = Recorder(parts)
-    world.logits(batches)
-    recorder.close()
-    layers = []
-    for at, part in enumerate(parts):
-        advance()
-        if at in recorder.calls and (found := _replayed(world, tokens, part, recorder.calls[at], seen)) is not None:
-            layers.append(found)
+    calls = calls_of(world, batches, parts)
+    layers = [found for at, part in enumerate(parts)
+              if at in calls and (found := _replayed(world, tokens, part, calls[at], seen)) is not None]
     for kind in SEES:
         some = [one for one in layers if kind in one.wrong]
         if some:
@@ -181,8 +164,7 @@ def _named(layers: Sequence[Layer]) -> str:
 
 
 def _replayed(
-    world: World, tokens: Tokens, part: torch.nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]],
-    seen: dict[int, int | None],
+    world: World, tokens: Tokens, part: Any, call: Call, seen: dict[int, int | None]
 ) -> Layer | None:
     """Replay a layer with one token's input changed at a time; None where it does not take [rows, tokens, hidden]."""
     (args, named), here = call, tokens.here(world.rank)
@@ -199,7 +181,7 @@ def _replayed(
     base = replay(hidden)
     scale = scale_of(world, tokens, base)
     bound = 8 * largest(tokens, world.join(far(replay(hidden), base))) / scale
-    layer = Layer(int(part.layer_idx), seen.get(int(part.layer_idx), 0), bound=bound)  # type: ignore[arg-type]
+    layer = Layer(part.layer_idx, seen.get(part.layer_idx, 0), bound=bound)
     for token in chosen(tokens):
         value = hidden.detach().clone()
         if here.start <= token < here.stop:
@@ -229,10 +211,7 @@ def positions(world: World, batches: Sequence[Batch], tokens: Tokens) -> Iterato
     model = world.subject.inner or world.subject.model
     parts = [part for part in model.modules() if "rotary" in type(part).__name__.lower()][:1]
     given = batches[world.rank].get("position_ids")
-    recorder = Recorder(parts)
-    world.logits(batches)
-    recorder.close()
-    args, named = recorder.calls.get(0, ((), {}))
+    args, named = calls_of(world, batches, parts).get(0, ((), {}))
     found = next((one for one in (named.get("position_ids"), *args[1:]) if isinstance(one, torch.Tensor)
                   and not one.dtype.is_floating_point), None)
     here, off = tokens.here(world.rank), np.zeros(0, dtype=np.int64)

@@ -6,7 +6,7 @@ the same. On one process it is the model alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from distca.check.batches import Batch, Tokens, without_labels
-from distca.check.subject import Subject
+from distca.check.subject import Subject, whole
 from distca.validation import UserError
 from distca.workload.documents import IGNORED
 
@@ -24,10 +24,10 @@ Gradients = dict[str, torch.Tensor]
 
 
 class Sums(NamedTuple):
-    """Cross entropy summed over some tokens, and how many those are."""
+    """Cross entropy summed over some tokens, and how many of them have labels."""
 
     loss: float
-    count: int
+    labels: int
 
 
 class World:
@@ -66,27 +66,24 @@ class World:
                             "logits of every token")
         return found.reshape(tokens, -1).double()
 
-    def gradients(self, loss: torch.Tensor) -> Gradients:
-        """Return the gradients of the loss of all ranks, by parameter of the Transformers model or else of the model.
+    def gradients(self, run: Callable[[], object], *, summed: bool = False) -> Gradients:
+        """Return the gradients that `run` leaves, summed over ranks if they are not yet `summed` by a trainer's step.
 
         DDP and FSDP average over ranks; what they leave is multiplied by the ranks, as a trainer multiplies the loss.
         """
-        self.subject.model.zero_grad(set_to_none=True)
-        loss.backward()
-        averaged = isinstance(self.subject.model, DistributedDataParallel)
-        found = {}
-        for name, parameter in (self.subject.inner or self.subject.model).named_parameters():
-            if not parameter.requires_grad:
-                continue
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            whole = getattr(gradient, "full_tensor", None)       # FSDP2's shards
-            gradient = (gradient if whole is None else whole()).detach().double()
-            if self.size > 1 and (averaged or whole is not None):
-                gradient = gradient * self.size
-            elif self.size > 1:
-                dist.all_reduce(gradient)
-            found[name] = gradient
-        self.subject.model.zero_grad(set_to_none=True)
+        model, found = self.subject.model, {}
+        model.zero_grad(set_to_none=True)
+        run()
+        for name, parameter in (self.subject.inner or model).named_parameters():
+            if parameter.requires_grad:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                averaged = isinstance(model, DistributedDataParallel) or hasattr(gradient, "full_tensor")
+                found[name] = whole(gradient).detach().double()
+                if self.size > 1 and averaged and not summed:
+                    found[name] *= self.size
+                elif self.size > 1 and not summed:
+                    dist.all_reduce(found[name])
+        model.zero_grad(set_to_none=True)
         return found
 
 

@@ -41,7 +41,7 @@ def check_command(
     timeout_seconds: Annotated[int, number("How long a rank waits for another in any step.")] = 120,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Check that packed documents, their positions and their loss are right in a model; exit code 1: something is wrong."""
+    """Check that packing is right in a model and trainer: documents, positions, loss; exit code 1: wrong."""
     check_whole("timeout_seconds", timeout_seconds)
     if dtype not in DTYPES:
         raise UserError(f"--dtype is {dtype!r}; choose one of: {', '.join(DTYPES)}")

@@ -1,4 +1,4 @@
-"""Sound tiny models, and the same with one fault planted in each: functions as `distca check module:function` takes them.
+"""Sound tiny models, and the same with one fault planted in each, as `distca check module:function` takes them.
 
 Each returns a model and a batch. A sound one is a Transformers model as it is; a fault is a wrapper, an attention of
 its own or a batch.
@@ -142,7 +142,7 @@ def labels_shifted_twice() -> Made:
 
 
 def mean_of_rows() -> Made:
-    def call(model: Any, labels: torch.Tensor | None = None, num_items_in_batch: int | None = None, **batch: Any) -> Any:
+    def call(model: Any, labels: Any = None, num_items_in_batch: Any = None, **batch: Any) -> Any:
         result = model(**batch)
         if labels is not None:
             result.loss = torch.stack([cross_entropy(row[:-1], label[1:]) for row, label in zip(
@@ -161,7 +161,7 @@ def attention(**flaws: Any) -> str:
     """Register an attention that is right but for its flaws, and return its name."""
     name = "planted-" + "-".join(f"{key}-{value}" for key, value in flaws.items())
 
-    def call(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, scaling: float | None = None,
+    def call(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, scaling: Any = None,
              softcap: float | None = None, s_aux: torch.Tensor | None = None, position_ids: Any = None,
              **about: Any) -> tuple[torch.Tensor, None]:
         groups, tokens = q.shape[1] // k.shape[1], q.shape[2]
@@ -239,8 +239,8 @@ def step(count: bool, shared: bool = True) -> Callable[[Any, list[dict[str, Any]
         total, ranks = torch.tensor(sum(every)), dist.get_world_size() if dist.is_initialized() else 1
         if ranks > 1 and shared:
             dist.all_reduce(total)
-        parts = [model(**batch, num_items_in_batch=int(total)).loss if count else model(**batch).loss / len(batches) / ranks
-                 for batch in batches]
+        parts = [model(**batch, num_items_in_batch=int(total)).loss if count else
+                 model(**batch).loss / len(batches) / ranks for batch in batches]
         for part in parts:
             part.backward()
         loss = torch.stack(parts).sum().detach()
@@ -280,9 +280,9 @@ def span_rotated_from_zero() -> Made:
     model, batch = over_ranks()
 
     def restarted(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        name, at = ("position_ids", named.get("position_ids")) if "position_ids" in named else (None, args[1])
+        at = named.get("position_ids", args[-1])
         at = at - at[:, :1]
-        return (args, {**named, name: at}) if name else ((args[0], at), named)
+        return (args, {**named, "position_ids": at}) if "position_ids" in named else ((args[0], at), named)
 
     model.model.rotary_emb.register_forward_pre_hook(restarted, with_kwargs=True)
     return model, batch
