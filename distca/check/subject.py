@@ -191,11 +191,11 @@ def _from_function(name: str, device: torch.device) -> Subject:
         raise UserError(f"MODEL is {name!r} and cannot be imported ({first_line(error)}); give module:function or "
                         "file.py:function") from None
     made = make()
-    made = made if isinstance(made, tuple) else (made,)
+    made = _of_trainer(made) if hasattr(made, "training_step") else made if isinstance(made, tuple) else (made,)
     if not 2 <= len(made) <= 3 or not isinstance(made[0], torch.nn.Module) or not isinstance(made[1], Mapping):
         kinds = ", ".join(type(one).__name__ for one in made)
-        raise UserError(f"{name} returned {kinds}; return a torch.nn.Module and a dict that it takes by name, and "
-                        "where a trainer is checked a function step(model, batches) that runs forward and backward")
+        raise UserError(f"{name} returned {kinds}; return a torch.nn.Module and a dict that it takes by name, and to "
+                        "check a trainer its step(model, batches), or a Trainer of Transformers alone")
     model, batch = made[0], dict(made[1])
     first = next(model.parameters(), None)
     if first is not None and first.device.type == "cpu" and device.type == "cuda":
@@ -206,6 +206,19 @@ def _from_function(name: str, device: torch.device) -> Subject:
     about = f"{kind} of {name}, {sum(one.numel() for one in model.parameters()):,} parameters"
     step = made[2] if len(made) == 3 else None
     return _ready(Subject(model, about, device, dtype, _inner(model), batch, step))
+
+
+def _of_trainer(trainer: Any) -> tuple[Any, ...]:
+    """Return the model, a batch and the step of a Trainer of Transformers or TRL, as its `train` prepares them."""
+    trainer.model.config.use_cache = trainer.args.use_cache
+    model = trainer.accelerator.prepare(trainer.model)
+
+    def step(model: torch.nn.Module, batches: list[Batch]) -> float:
+        count = trainer._get_num_items_in_batch(batches, trainer.args.device)
+        trainer.current_gradient_accumulation_steps = len(batches)
+        return sum(float(trainer.training_step(model, dict(batch), count)) for batch in batches)
+
+    return model, next(iter(trainer.get_train_dataloader())), step
 
 
 def _inner(model: torch.nn.Module) -> Any:
@@ -283,4 +296,4 @@ def windows(config: Any) -> Sequence[int | None] | None:
     if kinds is None:
         return None if getattr(config, "attention_chunk_size", None) else [window] * layers
     known = {"full_attention": None, "sliding_attention": window}
-    return [known[kind] if kind in known else 0 for kind in kinds]
+    return [known.get(kind, 0) for kind in kinds]

@@ -324,3 +324,22 @@ def mean_of_ranks() -> Made:
 def step_counts_its_own_rank() -> Made:
     """Gradients are the sum over ranks, each divided by its own labels: twice what they should be."""
     return small("llama"), flat(), step(count=True, shared=False)
+
+
+def trainer(average: bool = True) -> Any:
+    """Transformers' own Trainer over packed rows of unequal numbers of labels."""
+    features = [{"input_ids": one} for one in documents((30, 1, 25, 14, 9, 41, 3, 12))]
+    arguments = hf.TrainingArguments(
+        "unused", use_cpu=True, per_device_train_batch_size=4, report_to="none", save_strategy="no", disable_tqdm=True,
+        average_tokens_across_devices=average)
+    return hf.Trainer(small("qwen3"), arguments, train_dataset=features,
+                      data_collator=DataCollatorWithFlattening())
+
+
+def sound_trainer() -> Any:
+    return trainer()
+
+
+def trainer_counts_its_own_rank() -> Any:
+    """With average_tokens_across_devices=False every rank divides by its own labels: a mean of means."""
+    return trainer(average=False)
