@@ -76,7 +76,7 @@ def check_rank(
     from distca.train.trainer import start_group
 
     begin = time.monotonic()
-    logging.getLogger("distca").setLevel(logging.WARNING)
+    logging.getLogger("distca").setLevel(logging.ERROR)        # such as of single documents, which are ours
     env, timeout = this_rank(), settings.run.timeout_seconds
     patient = settings.with_values({"run.timeout_seconds": timeout + GROUP_GRACE_SECONDS})
     call = RollCall(env.address, env.port, env.rank, env.world, timeout_seconds=timeout, report=report_end)

@@ -176,12 +176,11 @@ class _Forward:
             if not (self.in_pool or (module.training and self.records_gradients)):
                 self.batch = self.attention.at_home(slices)
                 return self.batch
-            if isinstance(slices, RowSlices):
-                self.served.watch(slices, query.shape[0], query.shape[2])
             shapes = Shapes.of(*(x.transpose(1, 2)[0] for x in qkv))
             self.batch = self.attention.begin(slices, query.device, shapes)
             if self.served.whole_only is not None and self.batch.spans:
                 raise _refused(module.config, self.served.whole_only)
+            self.served.watch(self.batch, query.shape[0], query.shape[2])
         return self.batch
 
     def _read(self, query: torch.Tensor, about: dict[str, Any]) -> RowSlices | ValueError:
@@ -221,9 +220,9 @@ class _Served:
     batches: int = 0                                             # in a row, whose rows were one document each,
     row_len: int = 0                                             # of this length
 
-    def watch(self, slices: RowSlices, rows: int, row_len: int) -> None:
+    def watch(self, batch: PackedBatch, rows: int, row_len: int) -> None:
         """Warn if every row of several training batches is one document of the same length, as packed rows look."""
-        if row_len < 2 or slices.length != (row_len,) * rows or any(slices.start):
+        if row_len < 2 or batch.slices.length != (row_len,) * rows or batch.spans:
             self.batches = 0
             return
         self.batches, self.row_len = (self.batches + 1 if row_len == self.row_len else 1), row_len
