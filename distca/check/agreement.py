@@ -66,7 +66,7 @@ def _apart(tokens: Tokens, off: np.ndarray, bound: float) -> Iterator[Finding]:
 def kernels(world: World, batches: Sequence[Batch], tokens: Tokens) -> Iterator[Finding]:
     """Compare attention on single documents with eager's: the subject's own and, built from a config, all there are."""
     subject, names = world.subject, KERNELS if world.subject.batch is None else ()
-    plain = plain_copy(subject)
+    plain = world.plain
     if plain is None:
         return
     lone = [alone(batches, tokens, document) for document in range(tokens.num_documents)]
@@ -118,9 +118,10 @@ def gradients(world: World, batches: Sequence[Batch], tokens: Tokens, found: Gra
 
 def lone_gradients(world: World, batches: Sequence[Batch], tokens: Tokens, total: int) -> Gradients | None:
     """Return the gradients that a plain copy has on one document at a time, or None without such a copy."""
-    plain = plain_copy(world.subject)
+    plain = world.plain
     if plain is None:
         return None
+    plain.zero_grad(set_to_none=True)
     for document in range(tokens.num_documents):
         batch, at = alone(batches, tokens, document), tokens.of(document)
         logits = world.run({"input_ids": batch["input_ids"], "position_ids": torch.arange(len(at))[None],

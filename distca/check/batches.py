@@ -115,7 +115,19 @@ def _read(batch: Batch, shape: tuple[int, int]) -> tuple[Any, np.ndarray | None]
         named["position_ids"] = torch.from_numpy(column - np.maximum.accumulate(column * begins, axis=1))
     elif positions is None and named["cu_seq_lens_q"] is None:
         named["position_ids"] = torch.arange(shape[1])[None].expand(shape)
+    _check_edges(named["position_ids"], named["cu_seq_lens_q"])
     return from_arguments(named, None if mask is None else mask > 0, shape)
+
+
+def _check_edges(positions: torch.Tensor | None, edges: torch.Tensor | None) -> None:
+    """Refuse edges inside documents, where positions restart at all: trainers ignore one of the two."""
+    if positions is None or edges is None or not (positions[:, 1:] == 0).any():
+        return
+    flat = positions.reshape(-1)
+    at = [edge for edge in edges.tolist() if edge < len(flat) and flat[edge] != 0]
+    if at:
+        raise UserError(f"position_ids have {int(flat[at[0]])} at token {at[0]}, where cumulative lengths begin a "
+                        "document; make them agree")
 
 
 def _labels(batches: Sequence[Batch], document: np.ndarray, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -30,7 +30,7 @@ NARROW = {                       # field of a config -> the most that a narrowed
     "num_key_value_heads": 2, "vocab_size": 512, "intermediate_size": 256, "moe_intermediate_size": 64,
     "num_local_experts": 8, "num_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2,
     "topk_group": 1, "kv_lora_rank": 64, "q_lora_rank": 64, "shared_expert_intermediate_size": 64}
-MAX_GROUP = 4                    # query heads of a key head, in a narrowed model
+MAX_GROUP = 2                    # query heads of a key head, in a narrowed model
 KERNELS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
 ON_GPUS = KERNELS[2:]
 

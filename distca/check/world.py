@@ -7,6 +7,7 @@ the same. On one process it is the model alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from distca.check.batches import Batch, Tokens, without_labels
-from distca.check.subject import Subject, whole
+from distca.check.subject import Subject, plain_copy, whole
 from distca.validation import UserError
 from distca.workload.documents import IGNORED
 
@@ -36,6 +37,11 @@ class World:
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+    @cached_property
+    def plain(self) -> Any:
+        """The plain copy with eager attention, or None."""
+        return plain_copy(self.subject)
 
     def gather(self, mine: Any) -> list[Any]:
         """Return what every rank gives, in rank order."""

@@ -54,6 +54,8 @@ def check_command(
             raise UserError(f"distca check needs {package}, which is not installed; run: pip install {package}")
     settings = Settings().with_values({"run.timeout_seconds": timeout_seconds, "run.device": device})
     check_settings(settings)
+    if not is_function:
+        settings = settings.with_values({"run.threads": 1})      # its models are too narrow to share
     main = partial(check_rank, model=model, enable=enable, dtype=dtype, as_json=as_json)
     if env is not None:
         distca.end_process(run_ranks(settings, main))

@@ -54,7 +54,9 @@ def test_a_document_goes_on_on_the_next_rank() -> None:
 
 @pytest.mark.parametrize(("ranks", "message"), [
     ([{"input_ids": torch.zeros(3)}], "no input_ids"),
-    ([batch(position_ids=[[0, 1, 2, 0, 1, 2]], cu_seq_lens_q=[0, 4, 6])], "make them agree"),
+    ([batch(position_ids=[[0, 1, 2, 0, 1, 2]], cu_seq_lens_q=[0, 4, 6])], "position_ids have 1 at token 4"),
+    ([batch(position_ids=[[0, 1, 2, 0, 1, 2]], cu_seq_lens_q=[0, 2, 6])], "position_ids"),
+    ([batch(position_ids=[[0, 1, 0, 1, 0, 1]], cu_seq_lens_q=[0, 4, 6])], "position_ids"),
     ([batch(position_ids=[[*range(6)]]), batch(position_ids=[[*range(5, 11)]])], "rank 1 begins at position 5"),
 ])
 def test_batches_that_contradict_themselves_are_named(ranks: list[dict[str, Any]], message: str) -> None:
@@ -67,7 +69,8 @@ def test_a_change_is_one_token_and_a_renaming_keeps_labels_and_padding() -> None
     assert (other != given[0]["input_ids"]).tolist() == [[False] * 4 + [True] + [False]]
     renamed_ids, labels = (renamed(given, [10], 1)[0][name] for name in ("input_ids", "labels"))
     assert renamed_ids[0, 0] == 10 and labels[0, 0] == -100 and torch.equal(renamed_ids[0, 1:], labels[0, 1:])
-    assert sorted(renamed_ids[0].tolist()) == list(range(10, 16)) and not torch.equal(renamed_ids, given[0]["input_ids"])
+    assert sorted(renamed_ids[0].tolist()) == list(range(10, 16))
+    assert not torch.equal(renamed_ids, given[0]["input_ids"])
 
 
 def test_who_may_see_a_token() -> None:

@@ -11,7 +11,7 @@ from distca.data import rows
 from distca.runtime.transport import Transport
 from tests.support.processes import run_processes, values
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 from distca.integrations import huggingface
 from distca.integrations.huggingface import FULL_BATCHES, enable
