@@ -25,6 +25,7 @@ WINDOW = 8                       # of windowed layers in models that are built f
 UNLABELLED = 10                  # tokens at the beginning of the longest document, as a prompt's
 LABELS = ("labels", "shift_labels", "num_items_in_batch")
 _EDGES = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seq_lens")
+_NUMBERS = ("seq_idx", "document_ids")
 _LONGEST = ("max_length_q", "max_length_k", "max_seqlen", "max_seqlen_q", "max_seqlen_k")
 
 
@@ -39,6 +40,7 @@ class Tokens:
     due_label: np.ndarray        # [tokens] what it should be compared with: the next token of the document, or nothing
     rank_edges: tuple[int, ...]  # [ranks + 1]
     row_len: tuple[int, ...]     # [ranks]
+    shifted: bool = False        # whether the model compares outputs with the labels at their own places
 
     @property
     def num_documents(self) -> int:
@@ -65,8 +67,13 @@ class Tokens:
         return f"{on}row {row}, token {column} ({whose})"
 
 
-def tokens_of(batches: Sequence[Batch]) -> Tokens:
-    """Read the documents of all ranks' batches; a batch that contradicts itself or its neighbours is a UserError."""
+def tokens_of(batches: Sequence[Batch], *, shifted: bool = False) -> Tokens:
+    """Read the documents of all ranks' batches; a batch that contradicts itself or its neighbours is a UserError.
+
+    With `shifted` the model compares each output with the label at its own place: `labels` are shift_labels.
+    """
+    if shifted:
+        batches = [{**batch, "labels": None, "shift_labels": batch["labels"]} for batch in batches]
     slices, kept, ids = [], [], []
     for rank, batch in enumerate(batches):
         at = f"rank {rank}: " if len(batches) > 1 else ""
@@ -87,7 +94,7 @@ def tokens_of(batches: Sequence[Batch]) -> Tokens:
         position[edges[rank] + real] = np.repeat(layout.start[mine], lengths) + within
     flat, row_len = np.concatenate([one.reshape(-1) for one in ids]), tuple(one.shape[1] for one in ids)
     given, due = _labels(batches, document, position)
-    return Tokens(document, position, flat, given, due, tuple(edges.tolist()), row_len)
+    return Tokens(document, position, flat, given, due, tuple(edges.tolist()), row_len, shifted)
 
 
 def _ids(batch: Batch) -> np.ndarray:
@@ -162,7 +169,7 @@ def alone(batches: Sequence[Batch], tokens: Tokens, document: int) -> Batch:
             found[name] = len(at) if name in _LONGEST else value
         elif name in _EDGES:
             found[name] = torch.tensor([0, len(at)], dtype=value.dtype)
-        elif value.shape[:2] == shape and name not in ("seq_idx", "document_ids"):
+        elif value.shape[:2] == shape and all(name in batch for batch in batches) and name not in _NUMBERS:
             every = torch.cat([batch[name].flatten(0, 1) for batch in batches])
             found[name] = every[torch.from_numpy(at)][None]
     if found.get("attention_mask") is not None:
@@ -171,7 +178,9 @@ def alone(batches: Sequence[Batch], tokens: Tokens, document: int) -> Batch:
         found["position_ids"] = torch.arange(len(at))[None]
     if found.get("shift_labels") is not None:
         found["shift_labels"] = torch.from_numpy(tokens.due_label[at])[None]
-    if found.get("labels") is not None:
+    if found.get("labels") is not None and tokens.shifted:
+        found["labels"] = torch.from_numpy(tokens.due_label[at])[None]
+    elif found.get("labels") is not None:                        # a document's first token is predicted from nothing
         found["labels"][:, 0] = IGNORED
     return found
 

@@ -14,9 +14,9 @@ from distca.check import Finding
 from distca.check.agreement import gradients, kernels, packed_and_alone
 from distca.check.batches import Batch, Tokens, over_ranks, packings, renamed, tokens_of
 from distca.check.losses import labels, takes_count, trainer_step, weights
-from distca.check.subject import Subject
+from distca.check.subject import Subject, windows
 from distca.check.visibility import each_layer, one_token, positions
-from distca.check.world import World
+from distca.check.world import World, is_shifted
 from distca.runtime.transport.c10d import first_line
 from distca.runtime.transport.interface import TransportError
 from distca.validation import UserError
@@ -52,7 +52,7 @@ def _batches(world: World, seed: int) -> dict[str, list[Batch]]:
         return {GIVEN: world.gather(host)}
     vocab, skip = subject.config.vocab_size, subject.special_ids
     found = {name: [batch] * world.size for name, batch in packings(vocab, skip, seed).items()}
-    if world.size > 1:
+    if world.size > 1 and subject.config._attn_implementation == "distca" and 0 not in (windows(subject.config) or []):
         found |= over_ranks(vocab, skip, seed, world.size)
     return found
 
@@ -66,6 +66,8 @@ def examined(world: World, name: str, batches: Sequence[Batch], update: Update
     """Return what the probes find in one kind of batches, and which probes ran for how long with what outcome."""
     try:
         tokens = tokens_of(batches)
+        if name == GIVEN and is_shifted(world, batches):
+            tokens = tokens_of(batches, shifted=True)
     except UserError as error:
         return [Finding("batch", "the batch contradicts itself", str(error), None, None, "make the batch agree with "
                         "itself before anything else")], [("batch", 0.0, {"batch"})]

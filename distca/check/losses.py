@@ -116,7 +116,8 @@ def _weighed(actual: float, expected: float, means: dict[str, float], what: str)
         return None
     known = next((name for name, one in means.items() if abs(one - actual) <= LOSS_BOUND * abs(actual)), None)
     where = f"it is {actual:.6g}{f', {known},' if known else ''} and the mean over labels {expected:.6g}"
-    return Finding("loss", f"{what} does not weigh every label the same", where, off, LOSS_BOUND,
+    said = "does not weigh every label the same" if known else "is not the mean cross entropy over labels"
+    return Finding("loss", f"{what} {said}", where, off, LOSS_BOUND,
                    f"divide the summed cross entropy by the labels of all rows, ranks and micro-batches ({COUNTED})")
 
 
@@ -130,7 +131,7 @@ def trainer_step(world: World, batches: Sequence[Batch], tokens: Tokens) -> Iter
     lengths = np.bincount(tokens.document[tokens.document >= 0])
     second = alone(batches, tokens, int(np.argmax(lengths)))
     both = [batches[world.rank], second]
-    others = [tokens_of([second] * world.size), tokens]
+    others = [tokens_of([second] * world.size, shifted=tokens.shifted), tokens]
     count = sum(int((one.due_label != IGNORED).sum()) for one in others)
     loss = sum(sums(world.logits(some), one.due_label[one.here(world.rank)]).loss
                for some, one in zip(([second] * world.size, batches), others, strict=True))

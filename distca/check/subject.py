@@ -196,7 +196,7 @@ def _from_function(name: str, device: torch.device) -> Subject:
         kinds = ", ".join(type(one).__name__ for one in made)
         raise UserError(f"{name} returned {kinds}; return a torch.nn.Module and a dict that it takes by name, and to "
                         "check a trainer its step(model, batches), or a Trainer of Transformers alone")
-    model, batch = made[0], dict(made[1])
+    model, batch = made[0], {name: one for name, one in made[1].items() if name != "output_router_logits"}
     first = next(model.parameters(), None)
     if first is not None and first.device.type == "cpu" and device.type == "cuda":
         model.to(device)
@@ -241,6 +241,8 @@ def _ready(subject: Subject) -> Subject:
     for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
         if getattr(subject.config, name, 0.0):
             setattr(subject.config, name, 0.0)
+    if getattr(subject.config, "output_router_logits", False):   # its loss is not that of labels
+        subject.config.output_router_logits = False
     subject.model.train()
     return subject
 

@@ -20,6 +20,7 @@ from distca.check.world import World, far, largest, scale_of
 
 MAX_DOCUMENTS = 6      # of which tokens are changed
 MAX_LAYERS = 8
+FLOOR = torch.finfo(torch.float32).eps  # of what counts as moved, relative to the largest output
 SEES = {"other-documents": "tokens see other documents", "future": "tokens see the future",
         "padding": "tokens see padding"}
 REMEDIES = {
@@ -51,8 +52,8 @@ def one_token(world: World, batches: Sequence[Batch], tokens: Tokens) -> Iterato
         yield Finding("not-finite", "outputs are not finite", "tokens that are not padding among them", None, None,
                       "look for rows of the mask in which a token sees nothing at all")
         return
-    bound = 8 * largest(tokens, world.join(far(world.logits(batches), base))) / scale
-    if any("expert" in name for name, _ in world.subject.model.named_modules()):
+    bound = max(8 * largest(tokens, world.join(far(world.logits(batches), base))) / scale, FLOOR)
+    if any("expert" in name or "moe" in name for name, _ in world.subject.model.named_modules()):
         bound = max(bound, world.subject.bound)
     wrong: dict[str, list[Seen]] = {}
     for token in chosen(tokens):
@@ -180,7 +181,7 @@ def _replayed(
 
     base = replay(hidden)
     scale = scale_of(world, tokens, base)
-    bound = 8 * largest(tokens, world.join(far(replay(hidden), base))) / scale
+    bound = max(8 * largest(tokens, world.join(far(replay(hidden), base))) / scale, FLOOR)
     layer = Layer(part.layer_idx, seen.get(part.layer_idx, 0), bound=bound)
     for token in chosen(tokens):
         value = hidden.detach().clone()

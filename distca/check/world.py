@@ -114,6 +114,22 @@ def loss_in(result: Any) -> torch.Tensor | None:
     return named if isinstance(named, torch.Tensor) else None
 
 
+def is_shifted(world: World, batches: Sequence[Batch]) -> bool:
+    """Return whether `labels` are the next tokens already and the model knows: its loss then compares them as they are."""
+    batch, subject = batches[world.rank], world.subject
+    labels = batch.get("labels")
+    if labels is None or batch.get("shift_labels") is not None:
+        return False
+    pairs = [(one, other) for one, other in zip(labels[:, :-1].flatten().tolist(), batch["input_ids"][:, 1:].flatten()
+                                                .tolist(), strict=True) if one != IGNORED]
+    likely = bool(pairs) and sum(one == other for one, other in pairs) > 0.5 * len(pairs)
+    loss = loss_in(world.run(batch)) if all(world.gather(likely)) else None
+    if loss is None or subject.inner is None:
+        return loss is not None
+    total = sums(world.logits(batches), labels.flatten().numpy())
+    return all(world.gather(abs(float(loss.detach()) - total.loss / max(total.labels, 1)) < 1e-4 * abs(total.loss)))
+
+
 def sums(logits: torch.Tensor, labels: np.ndarray) -> Sums:
     """Return the summed cross entropy of logits [tokens, vocabulary] with labels [tokens]."""
     given = torch.from_numpy(labels).to(logits.device)

@@ -38,7 +38,7 @@ def check_command(
     )] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help=f"Of a model built from a config: {', '.join(DTYPES)}.")] = "auto",
-    timeout_seconds: Annotated[int, number("How long a rank waits for another in any step.")] = 120,
+    timeout_seconds: Annotated[int, number("How long a rank waits for another in any probe.")] = 600,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Check that packing is right in a model and trainer: documents, positions, loss; exit code 1: wrong."""

@@ -37,7 +37,7 @@ OVER_RANKS = {
     "mean_of_ranks": "loss", "step_counts_its_own_rank": "gradient-scale", "trainer_counts_its_own_rank": "loss",
 }
 SOUND = ("sound", "sound_rows", "sound_padding", "sound_wrapper", "sound_attention", "sound_sinks", "sound_step",
-         "sound_trainer")
+         "sound_trainer", "sound_loss_of_its_own", "sound_experts")
 
 
 def found_in(name: str) -> dict[str, Any]:
@@ -66,6 +66,12 @@ def test_nothing_is_found_where_nothing_is_wrong(name: str) -> None:
     assert found["ok"] and found["findings"] == [] and "summary" in page(found)[-1]
     assert {"one token", "packed against alone", "attention", "loss", "gradients"} <= {
         one["probe"] for one in found["probes"]}
+
+
+def test_a_model_of_your_own_is_compared_with_itself() -> None:
+    found = found_in("sound_plain")
+    assert found["ok"] and "attention" not in {one["probe"] for one in found["probes"]}
+    assert any("not one of Transformers" in one for one in found["notes"])
 
 
 def over_ranks(transport: Transport) -> dict[str, Any]:

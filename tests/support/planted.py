@@ -88,6 +88,51 @@ def sound_padding() -> Made:
     return small("llama"), padded()
 
 
+def sound_loss_of_its_own() -> Made:
+    """Labels are the next tokens already, and the wrapper's loss takes them as they are."""
+    batch = flat()
+    batch["labels"] = torch.cat([batch["labels"][:, 1:], torch.tensor([[-100]])], dim=1)
+
+    def call(model: Any, labels: Any = None, num_items_in_batch: Any = None, **batch: Any) -> Any:
+        result = model(**batch)
+        if labels is not None:
+            total = cross_entropy(result.logits[0], labels[0], reduction="sum")
+            result.loss = total / (num_items_in_batch or (labels != -100).sum())
+        return result
+
+    return Wrapped(small("llama"), call), batch
+
+
+def sound_experts() -> Made:
+    """With a load balancing loss, which is not of labels."""
+    model = small("qwen3_moe")
+    model.config.output_router_logits = True
+    return model, flat()
+
+
+class Plain(torch.nn.Module):
+    """A decoder that is none of Transformers: one layer of attention over documents of position_ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.places = torch.nn.Embedding(97, 16), torch.nn.Embedding(128, 16)
+        self.qkv, self.head = torch.nn.Linear(16, 48), torch.nn.Linear(16, 97)
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(input_ids) + self.places(position_ids)
+        document = (position_ids == 0).cumsum(-1)
+        seen = (document[:, :, None] == document[:, None]) & torch.ones(2 * input_ids.shape[1:]).tril().bool()
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        logits: torch.Tensor = self.head(x + torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen))
+        return logits
+
+
+def sound_plain() -> Made:
+    batch = flat()
+    return Plain(), {name: batch[name] for name in ("input_ids", "position_ids")}
+
+
 class Wrapped(torch.nn.Module):
     """A model whose call goes through a function."""
 
