@@ -48,6 +48,32 @@ def test_tables_are_those_of_the_package(mark: str) -> None:
     assert f"<!-- {mark} -->" in page and page == made.page(mark), "run: python docs/make_tables.py"
 
 
+FIGURES = load(ROOT / "docs/make_figures.py")
+NUMBER = re.compile(r"-?\d+\.?\d*")
+
+
+@pytest.mark.parametrize("name", sorted(FIGURES.FIGURES))
+def test_drawings_are_those_of_the_code_and_the_results(name: str) -> None:
+    """Word for word, and number for number within 0.2 of a pixel: another CPU may round a prediction differently."""
+    kept, made = FIGURES.path(name).read_text(encoding="utf-8"), FIGURES.FIGURES[name]()
+    assert NUMBER.sub("#", kept) == NUMBER.sub("#", made), "run: python docs/make_figures.py"
+    for one, other in zip(NUMBER.findall(kept), NUMBER.findall(made), strict=True):
+        assert abs(float(one) - float(other)) <= 0.2, "run: python docs/make_figures.py"
+
+
+def test_the_front_pages_step_is_the_median_of_its_batches() -> None:
+    step = FIGURES.step
+    ratios = {seed: home.seconds / ours.seconds for seed in range(step.SEEDS)
+              for home, ours in [step.simulated(seed)]}
+    assert sorted(ratios, key=ratios.__getitem__)[step.SEEDS // 2] == step.SEED
+    assert f"Of {step.SEEDS} sampled" in " ".join((ROOT / "docs/index.md").read_text(encoding="utf-8").split())
+
+
+def test_every_drawing_of_a_page_is_made_by_code() -> None:
+    drawn = {name for page in PAGES for name in re.findall(r"images/(\w+)\.svg\)", page.read_text(encoding="utf-8"))}
+    assert drawn == set(FIGURES.FIGURES)
+
+
 def test_every_module_says_why_it_exists() -> None:
     made = load(ROOT / "docs/make_tables.py")
     assert all(made.first_line(path) for path in (ROOT / "distca").rglob("*.py"))

@@ -73,19 +73,20 @@ def over_best() -> str:
                           if (row["model"], row["data"]) == (model, data)]
                 theirs = [float(end) for end in re.findall(r"[\d.]+", claims[figure, model, data])]  # one end: "up to"
                 ranges.append(Range(f"{model}, {data}, {said}", values, "blue", (min([1.0, *theirs][-2:]), theirs[-1])))
-    return _ranges(ranges, (0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5), "× the best baseline's speed", "Simulated speed of distca over the better of "
-                   "variable-length packing and adaptive context parallelism", grey="the paper's range; where it says \"up to\", from 1")
+    return _ranges(ranges, (0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5), "× the best baseline's speed",
+                   "Simulated speed of distca over the better of variable-length packing and adaptive context "
+                   "parallelism", grey="the paper's range; where it says \"up to\", from 1")
 
 
 def bound() -> str:
     """The share of a bound that no strategy can beat."""
     rows = read("share_of_bound")["rows"]
-    ranges = [Range(f"{said}, TP {tp}", [100 * row["share"] for row in rows if (row["figure"], row["tp"]) == (figure, tp)],
-                    "green") for figure, said, tp in (("fig9", "no pipeline", 1), ("fig9", "no pipeline", 2),
-                                                      ("fig9", "no pipeline", 4), ("fig9", "no pipeline", 8),
-                                                      ("fig10", "pipeline", 8))]
-    return _ranges(ranges, (80, 85, 90, 95, 100), "% of the bound's speed", "Simulated speed of distca as a share of a bound that no "
-                   "strategy can beat")
+    ranges = []
+    for figure, said, tp in (*(("fig9", "no pipeline", tp) for tp in (1, 2, 4, 8)), ("fig10", "pipeline", 8)):
+        shares = [100 * row["share"] for row in rows if (row["figure"], row["tp"]) == (figure, tp)]
+        ranges.append(Range(f"{said}, TP {tp}", shares, "green"))
+    return _ranges(ranges, (80, 85, 90, 95, 100), "% of the bound's speed",
+                   "Simulated speed of distca as a share of a bound that no strategy can beat")
 
 
 def planner() -> str:
@@ -94,18 +95,20 @@ def planner() -> str:
     for key, said in (("bytes_total", "bytes in all"), ("bytes_sent_max", "busiest sender"),
                       ("bytes_received_max", "busiest receiver"), ("imbalance", "slowest / mean")):
         for placement, color in (("given", "orange"), ("balanced", "blue")):
-            ranges.append(Range(f"{said}, {placement}", [row["ratios"][key] for row in rows
-                                                         if row["placement"] == placement], color))
-    return _ranges(ranges, (0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5), "× the reference planner's", "distca's plans over those of the reference planner, "
-                   "on 34 batches; less is better")
+            values = [row["ratios"][key] for row in rows if row["placement"] == placement]
+            ranges.append(Range(f"{said}, {placement}", values, color))
+    return _ranges(ranges, (0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5), "× the reference planner's",
+                   f"distca's plans over those of the reference planner, on {len(values)} batches; less is better")
 
 
 def training() -> str:
     """Tokens per second and the share of the step that its products and attention take alone."""
     content = read("train_gpu")
-    rows = [(f"{row['way'].replace('compiled, recompute full', 'full recompute')}, vocabulary {row['vocab'] // 1000}K", 100 * row["model_flops_utilization"],
-             f"{100 * row['model_flops_utilization']:.0f} %, {row['tokens_per_second'] / 1e3:.1f}K tokens/s")
-            for row in content["rows"]]
+    rows = []
+    for row in content["rows"]:
+        way, share = row["way"].replace("compiled, recompute full", "full recompute"), row["model_flops_utilization"]
+        rows.append((f"{way}, vocabulary {row['vocab'] // 1000}K", 100 * share,
+                     f"{100 * share:.0f} %, {row['tokens_per_second'] / 1e3:.1f}K tokens/s"))
     drawing = Drawing(640, 50 + 26 * len(rows), (
         "Share of the GPU's peak in training steps of 8 layers of llama3-8b on one H200: "
         + "; ".join(f"{name} {said}" for name, _, said in rows) + "."))
@@ -122,8 +125,8 @@ def predicted() -> str:
     content = read("simulator_cpu")
     pairs = [(row["measured"], row["simulated"]) for row in content["ratios"]]
     drawing = Drawing(640, 330, (
-        f"{len(pairs)} ratios of step times, measured and predicted: {100 * content['median_error']:.1f} % apart in the "
-        f"median, {100 * content['worst_error']:.0f} % at worst."))
+        f"{len(pairs)} ratios of step times, measured and predicted: {100 * content['median_error']:.1f} % apart in "
+        f"the median, {100 * content['worst_error']:.0f} % at worst."))
     low, high = 0.8, 1.3
     left, bottom, size = 60.0, 286.0, 260.0
 

@@ -14,34 +14,39 @@ HEADS = ('<defs><marker id="{id}" viewBox="0 0 8 8" refX="7" refY="4" markerWidt
 
 def architecture() -> str:
     return _flow("architecture", "Documents become a layout by placement; a layout becomes tasks, at home; balancing "
-                 "makes a plan of them; the plans of all calls are a step plan. The runtime gets it as tables of each rank, "
-                 "the simulator directly. Both write traces, which the report shows.", {
+                 "makes a plan of them; the plans of all calls are a step plan. The runtime gets it as tables of each "
+                 "rank, the simulator directly. Both write traces, which the report shows.", {
                      "documents": (0, 0, 92, "documents"), "layout": (168, 0, 80, "Layout"),
                      "tasks": (286, 0, 104, "TaskTable:|tasks at home"), "plan": (466, 0, 60, "Plan"),
                      "step": (560, 0, 80, "StepPlan:|every call"),
-                     "tables": (412, 1.2, 100, "tables of|one rank"), "runtime": (250, 1.2, 120, "runtime:|CoreAttention"),
-                     "simulator": (500, 2.3, 140, "simulator:|on a clock"), "report": (30, 1.78, 140, "StepTrace → report")},
+                     "tables": (412, 1.2, 100, "tables of|one rank"),
+                     "runtime": (250, 1.2, 120, "runtime:|CoreAttention"),
+                     "simulator": (500, 2.3, 140, "simulator:|on a clock"),
+                     "report": (30, 1.78, 140, "StepTrace → report")},
                  [("documents", "layout", "placement"), ("layout", "tasks", ""), ("tasks", "plan", "balance"),
                   ("plan", "step", ""), ("step", "tables", "dispatch"), ("tables", "runtime", ""),
                   ("step", "simulator", ""), ("runtime", "report", ""), ("simulator", "report", "")], 3.2)
 
 
 def call() -> str:
-    return _flow("call", "One attention call. The home rank has queries, keys and values from its linear layers; dispatch "
-                 "sends those of moved tasks to their servers. Every server computes all its tasks in one kernel call. "
-                 "Outputs and log-sum-exps return to the home, which merges the parts of each query.", {
-                     "home": (0, 0.5, 130, "home rank:|linear layers"), "own": (262, 0, 130, "its own server:|kernel, one call"),
-                     "other": (262, 1, 130, "another server:|kernel, one call"), "merge": (510, 0.5, 130, "home rank:|merge, next layer")},
+    return _flow("call", "One attention call. The home rank has queries, keys and values from its linear layers; "
+                 "dispatch sends those of moved tasks to their servers. Every server computes all its tasks in one "
+                 "kernel call. Outputs and log-sum-exps return to the home, which merges the parts of each query.", {
+                     "home": (0, 0.5, 130, "home rank:|linear layers"),
+                     "own": (262, 0, 130, "its own server:|kernel, one call"),
+                     "other": (262, 1, 130, "another server:|kernel, one call"),
+                     "merge": (510, 0.5, 130, "home rank:|merge, next layer")},
                  [("home", "own", "stays"), ("home", "other", "q, k, v"), ("own", "merge", "stays"),
                   ("other", "merge", "out, lse")], 2)
 
 
 def hopper() -> str:
-    return _flow("hopper", "A thread block of distca's Hopper kernel. Tasks become tables on the device once a plan. A copying "
-                 "warp draws the next item, longest first, and fills shared memory in two or three stages. Two "
+    return _flow("hopper", "A thread block of distca's Hopper kernel. Tasks become tables on the device once a plan. A "
+                 "copying warp draws the next item, longest first, and fills shared memory in two or three stages. Two "
                  "warpgroups compute and write out and lse, or dK and dV, and add dQ in float32.", {
                      "tasks": (0, 0.5, 50, "tasks"), "tables": (92, 0.5, 72, "tables on|the device"),
-                     "copy": (194, 0.5, 112, "copying warp:|next item, longest"), "memory": (356, 0.5, 60, "shared|memory"),
+                     "copy": (194, 0.5, 112, "copying warp:|next item, longest"),
+                     "memory": (356, 0.5, 60, "shared|memory"),
                      "one": (442, 0, 94, "warpgroup 1|wgmma"), "two": (442, 1, 94, "warpgroup 2|wgmma"),
                      "out": (562, 0.5, 78, "out, lse|dQ, dK, dV")},
                  [("tasks", "tables", "once"), ("tables", "copy", ""), ("copy", "memory", "copies"),
@@ -75,7 +80,8 @@ def _arrow(drawing: Drawing, origin: Box, target: Box, said: str, head: str) -> 
             x2, y2 = left + width / 2, to_middle - HEIGHT / 2
     drawing.line(x1, y1, x2, y2, "axis", marker_end=head)
     if said:
-        drawing.text((x1 + x2) / 2, (y1 + y2) / 2 + (18 if y2 > y1 else -6 if y2 == y1 else -10), said, "soft small", text_anchor="middle")
+        drawing.text((x1 + x2) / 2, (y1 + y2) / 2 + (
+            18 if (y1 + y2) > drawing.height and y1 != y2 else -9), said, "soft small", text_anchor="middle")
 
 
 FIGURES: dict[str, Callable[[], str]] = {"architecture": architecture, "call": call, "hopper": hopper}

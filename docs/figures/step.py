@@ -36,11 +36,12 @@ def step() -> str:
     home, ours = simulated(SEED)
     before, after = (1e3 * one.seconds for one in (home, ours))
     drawing = Drawing(640, 424, (
-        f"A training step on {RANKS} ranks. Before: attention stays where the documents are, the ranks wait for the one "
-        f"with the long document, and the step takes {before:.0f} ms. After: attention in equal shares, nobody waits "
-        f"long, and the step takes {after:.0f} ms."))
+        f"A training step on {RANKS} ranks. Before: attention stays where the documents are, the ranks wait for the "
+        f"one with the long document, and the step takes {before:.0f} ms. After: attention in equal shares, nobody "
+        f"waits long, and the step takes {after:.0f} ms."))
     drawing.style += _moving(after / before)
-    drawing.raw('<defs><clipPath id="swept"><rect class="sweep" x="0" y="-40" width="560" height="480"/></clipPath></defs>')
+    drawing.raw('<defs><clipPath id="swept"><rect class="sweep" x="0" y="-40" width="560" height="480"/></clipPath>'
+                "</defs>")
     for top, name, one, flag in ((24.0, "Before: every rank computes its own documents", home, "first"),
                                  (24.0 + PANEL + 40, "After: every rank computes an equal share of attention", ours,
                                   "second")):
@@ -63,7 +64,8 @@ def _panel(drawing: Drawing, top: float, name: str, one: Step, scale: float, fla
                 drawing.rect(1e3 * start * scale, rank * (ROW + 3), 1e3 * (stop - start) * scale, ROW, color)
     drawing.raw("</g>")
     drawing.line(end, -4, end, height + 8, f"axis {flag}")
-    drawing.text(end, height + 21, f"{1e3 * one.seconds:.0f} ms", f"bold {flag}", text_anchor="end" if end > 400 else "middle")
+    drawing.text(end, height + 21, f"{1e3 * one.seconds:.0f} ms", f"bold {flag}",
+                 text_anchor="end" if end > 400 else "middle")
     drawing.raw("</g>")
 
 

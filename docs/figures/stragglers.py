@@ -45,7 +45,7 @@ def shares() -> str:
     plan = distca.plan(distca.pack(LENGTHS, ranks=4), model=MODEL)
     work, summary = plan.work() / 1e6, plan.summary()
     queries = np.bincount(plan.tasks.server, plan.tasks.q_len).max()
-    height, most = PANEL * queries / LENGTHS[0], LENGTHS[0] * (LENGTHS[0] + 1) / 2e6  # the box; the long document's pairs
+    height, most = PANEL * queries / LENGTHS[0], LENGTHS[0] * (LENGTHS[0] + 1) / 2e6  # the long document's
     drawing = Drawing(640, round(height) + 146, (
         f"The same four rows, planned. The servers compute {_pairs(work)} million pairs, at most "
         f"{summary.work_max_over_mean:.2f} times the mean. Pieces of the long document lie on all of them; "

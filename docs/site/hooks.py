@@ -23,7 +23,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[2]
 ROOT_PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "SECURITY.md": "security.md"}
 NOTEBOOK, NOTEBOOK_PAGE = "examples/first_steps.ipynb", "start/notebook.md"
-ORIGINS = {page: name for name, page in {**ROOT_PAGES, NOTEBOOK: NOTEBOOK_PAGE}.items()}  # page -> file of the repository
+ORIGINS = {page: name for name, page in {**ROOT_PAGES, NOTEBOOK: NOTEBOOK_PAGE}.items()}  # page -> the file it is
 COPIES = "source"                                                # folder of the site for files from outside docs/
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s]+)(\))")
 DRAWING = re.compile(r"^!\[([^\]]*)\]\(([^)\s]+\.svg)\)$", re.MULTILINE)
@@ -60,6 +60,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return DRAWING.sub(lambda match: _drawing(path, *match.groups()), text)
 
 
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """A corner of a table that is left empty is no heading."""
+    return re.sub(r"<th([^>]*)></th>", r"<td\1></td>", html)
+
+
 def on_post_build(config: MkDocsConfig) -> None:
     """Write every page as markdown beside its html, and llms.txt, which lists them."""
     site = Path(config.site_dir)
@@ -85,7 +90,7 @@ def docstrings() -> str:
     import distca
 
     parts = ["# Docstrings", "Everything that `import distca` offers, by name. [API](api.md) has it by purpose."]
-    for name in sorted(distca.__all__, key=str.lower):
+    for name in sorted(set(distca.__all__) - {"__version__"}, key=str.lower):
         parts += _described(f"distca.{name}", getattr(distca, name), "##")
     return "\n\n".join(parts) + "\n"
 
@@ -99,8 +104,8 @@ def notebook() -> str:
         for output in cell.get("outputs", []):
             data = output.get("data", {})
             if "image/png" in data:
-                picture = "".join(data["image/png"]).replace("\n", "")
-                parts.append(f'<img class="plot" alt="What the cell above draws" src="data:image/png;base64,{picture}">')
+                picture = "data:image/png;base64," + "".join(data["image/png"]).replace("\n", "")
+                parts.append(f'<img class="plot" alt="What the cell above draws" src="{picture}">')
             elif text := "".join(output.get("text", data.get("text/plain", []))):
                 parts.append(f"```text\n{text.rstrip()}\n```")
     title, *rest = parts
@@ -114,8 +119,6 @@ def _described(name: str, thing: Any, level: str) -> list[str]:
         thing = importlib.import_module(thing.__name__)
     elif callable(thing) and not (inspect.isclass(thing) and issubclass(thing, Exception)):
         parts.append(f"```python\n{_signature(name.rpartition('.')[2], thing)}\n```")
-    if not inspect.ismodule(thing) and not callable(thing):
-        return [*parts, f"`{thing!r}`"]
     parts.append(inspect.getdoc(thing) or "")
     if inspect.isclass(thing):
         methods = [(key, value) for key, value in vars(thing).items() if not key.startswith("_") and (
@@ -130,9 +133,10 @@ def _described(name: str, thing: Any, level: str) -> list[str]:
 
 def _signature(name: str, thing: Any) -> str:
     try:
-        text = str(inspect.signature(thing)).replace("'", "")
+        text = re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(inspect.signature(thing)))  # types, not defaults
     except (TypeError, ValueError):
         return name
+    text = text.removesuffix(" -> None") if inspect.isclass(thing) else re.sub(r"^\((self|cls)(, )?", "(", text)
     text = re.sub(r"\b(?:[a-z_]+\.)+([A-Z]\w*)", r"\1", text)
     if len(name) + len(text) <= 100:
         return name + text

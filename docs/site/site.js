@@ -11,4 +11,14 @@ for (const button of document.querySelectorAll(".drawing .hold")) {
     button.textContent = hold ? "Play" : "Pause";
   });
 }
-for (const box of document.querySelectorAll(".md-typeset__scrollwrap, .md-typeset pre > code")) box.tabIndex = 0;
+
+// What the theme leaves out for readers of screens and keyboards: names of landmarks, and boxes that scroll.
+function complete() {
+  for (const box of document.querySelectorAll(".md-typeset__scrollwrap, .md-typeset pre > code"))
+    if (!box.hasAttribute("tabindex")) box.tabIndex = 0;
+  document.querySelectorAll(".md-code__nav:not([aria-label])").forEach(one =>
+    one.setAttribute("aria-label", `Code ${1 + [...document.querySelectorAll(".md-code__nav")].indexOf(one)}`));
+  document.querySelector(".md-search")?.setAttribute("aria-label", "Search");
+}
+new MutationObserver(complete).observe(document.body, {subtree: true, childList: true, attributeFilter: ["tabindex"]});
+complete();
