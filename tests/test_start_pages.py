@@ -18,7 +18,7 @@ PAGES = ("index", "start/install", "start/when", "start/planner", "start/kernels
          "skills/distca/SKILL")
 STARTING = ("start/tour", "start/trainer")                           # ranks
 MODULES = {"distca": "-m distca ", "python": ""}
-SHORT = " --run.steps 1 --batch.tokens_per_rank 128"                 # of a training run
+SHORT = " --batch.tokens_per_rank 128"                               # for training runs
 NUMBER = re.compile(r"-?\d[\d,]*\.?\d*")
 
 
@@ -34,7 +34,7 @@ def commands(text: str) -> list[str]:
 @pytest.mark.parametrize("name", [*PAGES, *(pytest.param(name, marks=pytest.mark.multiprocess) for name in STARTING)])
 def test_commands_and_code_of_a_page_run(run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch,
                                          tmp_path: Path, name: str) -> None:
-    """In the page's order, in one folder; training is one short step."""
+    """In the page's order, in one folder; training runs have short rows."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     text = (ROOT / f"docs/{name}.md").read_text(encoding="utf-8")
     of_guides = [line for guide in GUIDES for line in commands(guide.read_text(encoding="utf-8"))]
