@@ -15,8 +15,8 @@ import distca
 ROOT = Path(distca.__file__).parents[1]
 GUIDES = (ROOT / "README.md", *(ROOT / "docs/guide").glob("*.md"))   # tests of their own run these
 PAGES = ("index", "start/install", "start/when", "start/planner", "start/kernels", "start/contributor",
-         "skills/distca/SKILL")
-STARTING = ("start/tour", "start/trainer")                           # ranks
+         "start/trainer", "skills/distca/SKILL")
+STARTING = ("start/tour",)                           # ranks
 MODULES = {"distca": "-m distca ", "python": ""}
 SHORT = " --batch.tokens_per_rank 128"                               # for training runs
 NUMBER = re.compile(r"-?\d[\d,]*\.?\d*")

@@ -199,7 +199,7 @@ def _html(path: str) -> str:
 
 
 def _first_sentence(markdown: str) -> str:
-    text = re.sub(r"\A---\n.*?\n---\n", "", markdown, flags=re.DOTALL)
-    paragraph = next((part for part in text.split("\n\n") if part.strip() and part.strip()[0] not in "#!<|`-"), "")
+    text = re.sub(r"\A---\n.*?\n---\n|^```.*?^```$", "", markdown, flags=re.DOTALL | re.MULTILINE)
+    paragraph = next((part for part in text.split("\n\n") if part.strip() and part.strip()[0] not in "#!<|-"), "")
     plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(paragraph.split()))
-    return re.split(r"(?<=[.!?:]) ", plain)[0].rstrip(":")
+    return re.split(r"(?<=[.!?]) ", plain)[0].rstrip(":")
