@@ -28,6 +28,8 @@ ROOT = Path(distca.__file__).parents[1]
 MAIN = ("index", "why", "start/install", "start/tour", "start/notebook", "start/when", "guide/plan", "reference/charts",
         "reference/messages", "reference/docstrings", "glossary")
 
+ALONE = {"404.html", "calculator/index.html"}                    # no pages of docs/
+
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -91,13 +93,13 @@ def test_nothing_is_loaded_from_elsewhere(site: Path, pages: dict[str, Links]) -
 
 
 def test_every_page_is_there_as_markdown_and_llms_txt_lists_it(site: Path, pages: dict[str, Links]) -> None:
-    for name in pages.keys() - {"404.html"}:
+    for name in pages.keys() - ALONE:
         text = (site / name).with_suffix(".md").read_text(encoding="utf-8")
         assert text.strip() and "<svg" not in text and "<html" not in text, name
     listed = re.findall(r"^- \[[^\]]+\]\(([^)]+)\): \S", (site / "llms.txt").read_text(encoding="utf-8"), re.MULTILINE)
     assert len(listed) == len(set(listed)) > 30 and "skills/distca/SKILL.md" in listed
     assert all((site / name).is_file() for name in listed)
-    shown = {name for name in pages if not name.startswith(("source/", "404"))}
+    shown = {name for name in pages.keys() - ALONE if not name.startswith("source/")}
     assert shown == {str(Path(name).with_suffix(".html")) for name in listed}
 
 
@@ -108,6 +110,7 @@ def test_every_public_name_has_its_docstring_on_the_site(site: Path) -> None:
 
 
 selenium = pytest.importorskip("selenium", reason="selenium is not installed; pip install selenium")
+axe_core = pytest.importorskip("axe_core_python", reason="axe-core is not installed; pip install axe-core-python")
 from selenium import webdriver  # noqa: E402
 from selenium.webdriver.chrome.webdriver import WebDriver  # noqa: E402
 from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
@@ -119,6 +122,9 @@ DRIVER = shutil.which("chromedriver")
 SWITCHES = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
             "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage")
 PATIENCE_SECONDS = 60                                            # for machines that do much else
+AXE = Path(axe_core.__path__[0], "axe.min.js")
+FINDINGS = """const done = arguments[0];
+axe.run(document).then(found => done(found.violations.map(one => [one.id, one.nodes.length, one.nodes[0].html])))"""
 in_browser = [pytest.mark.browser, pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no Chromium with chromedriver "
                                                       "here; apt-get install chromium chromium-driver")]
 
@@ -177,6 +183,12 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
+def findings(browser: WebDriver) -> list[Any]:
+    """What axe-core objects to: rule, how often, and the first element."""
+    browser.execute_script(AXE.read_text(encoding="utf-8"))
+    return browser.execute_async_script(FINDINGS)
+
+
 def color(browser: WebDriver, selector: str, name: str = "color") -> str:
     return browser.execute_script("return getComputedStyle(document.querySelector(arguments[0]))[arguments[1]]",
                                   selector, name)
@@ -192,8 +204,14 @@ class TestInTheBrowser:
             browser = visit(name, width=width, dark=dark)
             assert browser.execute_script("return document.documentElement.scrollWidth") <= width
             assert len(browser.find_elements(By.TAG_NAME, "h1")) == 1
+            assert findings(browser) == []
             backs.add(color(browser, "body", "backgroundColor"))
         assert len(backs) == 2                                   # light and dark, on both widths alike
+
+    def test_axe_would_find_something(self, visit: Callable[..., WebDriver]) -> None:
+        browser = visit("start/install")
+        browser.execute_script("document.querySelector('article').append(document.createElement('button'))")
+        assert [found[0] for found in findings(browser)] == ["button-name"]
 
     def test_the_drawings_follow_the_switch_from_the_keyboard(self, visit: Callable[..., WebDriver]) -> None:
         browser = visit("index")

@@ -7,6 +7,7 @@ page, and a link to any other file (an example, a result) to a copy of that file
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import json
 import posixpath
@@ -27,9 +28,17 @@ ORIGINS = {page: name for name, page in {**ROOT_PAGES, NOTEBOOK: NOTEBOOK_PAGE}.
 COPIES = "source"                                                # folder of the site for files from outside docs/
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s]+)(\))")
 DRAWING = re.compile(r"^!\[([^\]]*)\]\(([^)\s]+\.svg)\)$", re.MULTILINE)
+CALCULATOR, CALCULATOR_PAGE = ROOT / "docs/calculator/build.py", "start/calculator.md"
 SHOWN_AS_CODE = {".py": "python", ".toml": "toml", ".slurm": "bash"}
 
 _markdown: dict[str, str] = {}                                   # page -> what is written beside it
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    if CALCULATOR.exists():
+        start = next(section["Start"] for section in config.nav or [] if "Start" in section)
+        start.insert(2, {"Calculator": CALCULATOR_PAGE})
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -38,6 +47,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8")))
     files.append(File.generated(config, "reference/docstrings.md", content=docstrings()))
     files.append(File.generated(config, NOTEBOOK_PAGE, content=notebook()))
+    if CALCULATOR.exists():
+        files.append(File.generated(config, CALCULATOR_PAGE, content=calculator()))
     for name in sorted({name for file in files.documentation_pages() for name in _linked_outside(file)}):
         language = SHOWN_AS_CODE.get(Path(name).suffix)
         if language:
@@ -71,6 +82,8 @@ def on_post_build(config: MkDocsConfig) -> None:
     for name, text in _markdown.items():
         (site / name).with_suffix(".md").write_text(text, encoding="utf-8")
     (site / "llms.txt").write_text(llms(config), encoding="utf-8")
+    if CALCULATOR.exists():
+        print(_built_calculator(site / "calculator"))
 
 
 def llms(config: MkDocsConfig) -> str:
@@ -93,6 +106,22 @@ def docstrings() -> str:
     for name in sorted(set(distca.__all__) - {"__version__"}, key=str.lower):
         parts += _described(f"distca.{name}", getattr(distca, name), "##")
     return "\n\n".join(parts) + "\n"
+
+
+def calculator() -> str:
+    return ("# Calculator\n\nLengths, a model and GPUs in; imbalance before and after, bytes, memory of a GPU and a "
+            "predicted step out. The planner itself runs in the page: what you type or open leaves it for nowhere.\n\n"
+            "[Open the calculator](../calculator/index.html){ .md-button .md-button--primary }\n\n"
+            "The same from a terminal: [plan](../guide/plan.md) and [simulate](../guide/simulate.md).\n")
+
+
+def _built_calculator(folder: Path) -> str:
+    """Put the planner beside the page, if its Python was fetched before (`make calculator`), else closed forms."""
+    spec = importlib.util.spec_from_file_location("build_calculator", CALCULATOR)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.build(folder, offline=True)
 
 
 def notebook() -> str:
