@@ -25,8 +25,9 @@ import distca
 
 pytest.importorskip("mkdocs", reason="mkdocs-material is not installed; pip install '.[site]'")
 ROOT = Path(distca.__file__).parents[1]
-MAIN = ("index", "why", "start/install", "start/tour", "start/notebook", "start/when", "guide/plan", "reference/charts",
-        "reference/messages", "reference/docstrings", "glossary")
+MAIN = ("index", "why", "start/install", "start/tour", "start/notebook", "start/when", "reference/charts",
+        "reference/messages")
+LIGHT_DARK_PHONE = ((1366, False), (1366, True), (420, False))   # width, dark
 
 ALONE = {"404.html", "calculator/index.html"}                    # no pages of docs/
 
@@ -200,13 +201,21 @@ class TestInTheBrowser:
     @pytest.mark.parametrize("name", MAIN)
     def test_a_page_in_light_in_dark_and_on_a_phone(self, visit: Callable[..., WebDriver], name: str) -> None:
         backs = set()
-        for width, dark in ((1366, False), (1366, True), (420, False), (420, True)):
+        for width, dark in LIGHT_DARK_PHONE:
             browser = visit(name, width=width, dark=dark)
             assert browser.execute_script("return document.documentElement.scrollWidth") <= width
             assert len(browser.find_elements(By.TAG_NAME, "h1")) == 1
             assert findings(browser) == []
             backs.add(color(browser, "body", "backgroundColor"))
-        assert len(backs) == 2                                   # light and dark, on both widths alike
+        assert len(backs) == 2                                   # of light and of dark
+
+    @pytest.mark.slow
+    def test_axe_finds_nothing_on_any_page(self, visit: Callable[..., WebDriver], pages: dict[str, Links]) -> None:
+        for name in sorted(pages.keys() - ALONE):
+            for width, dark in LIGHT_DARK_PHONE:
+                browser = visit(name.removesuffix(".html"), width=width, dark=dark)
+                assert findings(browser) == [], name
+                assert browser.execute_script("return document.documentElement.scrollWidth") <= width, name
 
     def test_axe_would_find_something(self, visit: Callable[..., WebDriver]) -> None:
         browser = visit("start/install")

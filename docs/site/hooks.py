@@ -22,19 +22,29 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 ROOT_PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "SECURITY.md": "security.md"}
 NOTEBOOK, NOTEBOOK_PAGE = "examples/first_steps.ipynb", "start/notebook.md"
 ORIGINS = {page: name for name, page in {**ROOT_PAGES, NOTEBOOK: NOTEBOOK_PAGE}.items()}  # page -> the file it is
 COPIES = "source"                                                # folder of the site for files from outside docs/
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s]+)(\))")
 DRAWING = re.compile(r"^!\[([^\]]*)\]\(([^)\s]+\.svg)\)$", re.MULTILINE)
-CALCULATOR, CALCULATOR_PAGE = ROOT / "docs/calculator/build.py", "start/calculator.md"
+CALCULATOR, CALCULATOR_PAGE = DOCS / "calculator/build.py", "start/calculator.md"
 SHOWN_AS_CODE = {".py": "python", ".toml": "toml", ".slurm": "bash"}
 
 _markdown: dict[str, str] = {}                                   # page -> what is written beside it
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """A page that the navigation does not name yet joins the other pages of its folder."""
+    sections = [entry for section in config.nav or [] for entry in section.values() if isinstance(entry, list)]
+    listed = {path for section in sections for entry in section for path in entry.values()}
+    for page in sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")):
+        folder = posixpath.dirname(page)
+        home = next((section for section in sections if folder and any(
+            posixpath.dirname(path) == folder for entry in section for path in entry.values())), None)
+        if page not in listed and home is not None:
+            home.append({Path(page).stem.capitalize(): page})
     if CALCULATOR.exists():
         start = next(section["Start"] for section in config.nav or [] if "Start" in section)
         start.insert(2, {"Calculator": CALCULATOR_PAGE})
@@ -208,7 +218,7 @@ def _link(page: str, link: str) -> str:
 
 def _drawing(page: str, label: str, link: str) -> str:
     """Return a drawing of ours as part of the page, so that it follows the page's colours."""
-    file = ROOT / "docs" / posixpath.normpath(posixpath.join(posixpath.dirname(page), link))
+    file = DOCS / posixpath.normpath(posixpath.join(posixpath.dirname(page), link))
     svg = file.read_text(encoding="utf-8").replace("\n", "")
     name = file.stem
     moving = '<button class="md-button hold" type="button" hidden>Pause</button>' if "animation:" in svg else ""
