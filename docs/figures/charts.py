@@ -86,7 +86,8 @@ def bound() -> str:
         shares = [100 * row["share"] for row in rows if (row["figure"], row["tp"]) == (figure, tp)]
         ranges.append(Range(f"{said}, TP {tp}", shares, "green"))
     return _ranges(ranges, (80, 85, 90, 95, 100), "% of the bound's speed",
-                   "Simulated speed of distca as a share of a bound that no strategy can beat")
+                   "Simulated speed of distca as a share of a bound that no strategy can beat",
+                   form=".1f")
 
 
 def planner() -> str:
@@ -150,7 +151,8 @@ def predicted() -> str:
     return drawing.svg()
 
 
-def _ranges(ranges: Sequence[Range], ticks: tuple[float, ...], unit: str, label: str, grey: str = "") -> str:
+def _ranges(ranges: Sequence[Range], ticks: tuple[float, ...], unit: str, label: str, grey: str = "",
+            form: str = ".2f") -> str:
     """A line a range, from the least to the most, with a mark at the median."""
     low, high = ticks[0], ticks[-1]
     said = "; ".join(f"{one.name}: {_three(one.values)}" for one in ranges)
@@ -171,7 +173,7 @@ def _ranges(ranges: Sequence[Range], ticks: tuple[float, ...], unit: str, label:
             drawing.rect(x(one.beside[0]), middle - 9, x(one.beside[1]) - x(one.beside[0]), 18, "grey", opacity="0.45")
         drawing.rect(x(min(one.values)), middle - 4, x(max(one.values)) - x(min(one.values)), 8, one.color, rx=4)
         drawing.circle(x(median(one.values)), middle, 6, one.color)
-        drawing.text(left + width + 12, middle + 4, f"{median(one.values):.3g}", "bold")
+        drawing.text(left + width + 12, middle + 4, format(median(one.values), form), "bold")
     drawing.text(0, bottom + 18, "dot: median", "soft")
     if grey:
         drawing.legend(0, bottom + 42, [("grey", grey)])
