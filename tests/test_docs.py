@@ -1,5 +1,6 @@
 """Pages that are made from something are what they are made from; links lead somewhere and options exist."""
 
+import ast
 import importlib.util
 import re
 from pathlib import Path
@@ -67,6 +68,20 @@ def test_the_front_pages_step_is_the_median_of_its_batches() -> None:
               for home, ours in [step.simulated(seed)]}
     assert sorted(ratios, key=ratios.__getitem__)[step.SEEDS // 2] == step.SEED
     assert f"Of {step.SEEDS} sampled" in " ".join((ROOT / "docs/index.md").read_text(encoding="utf-8").split())
+
+
+def test_messages_that_are_explained_are_messages_of_the_package() -> None:
+    """What a table has in backticks before its first bar, between its ellipses, is a part of a text in the code."""
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "distca").rglob("*.py")]
+    texts = [node.value for source in sources for node in ast.walk(ast.parse(source))
+             if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    page = (ROOT / "docs/reference/messages.md").read_text(encoding="utf-8").partition("## It runs, but")[0]
+    rows = "".join(re.findall(r"^\| ([^|]+) \|", page, re.MULTILINE))
+    said = [message for message in re.findall(r"`([^`]+)`", rows) if not message.startswith("distca ")]
+    assert len(said) > 20
+    for message in said:
+        for part in re.split("…|N|: |; ", message):
+            assert any(part.strip(" ()") in text for text in texts), f"{message}: {part}"
 
 
 def test_every_drawing_of_a_page_is_made_by_code() -> None:
