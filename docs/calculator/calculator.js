@@ -46,7 +46,8 @@ class Latest {
 
 function fail(why) {
   built.planner = null;
-  built.why = why;
+  built.why = why.trim().split("\n").at(-1);
+  console.error(why);
   worker = predictor = null;
   ask();
 }
@@ -75,8 +76,15 @@ function currentQuestion() {
   return {source, ...Object.fromEntries(OPTIONS.map((name) => [name, now[name].trim()])), batches: "1"};
 }
 
+function showMaker() {
+  set("made-by", built.planner ? `distca ${built.version}, the planner itself, through ${built.planner}. The figures are the commands'.`
+    : `distca ${built.version}, closed forms only (${built.why ?? "built without a Python for browsers"}): work before balancing and memory. `
+      + "The commands above know the rest.");
+}
+
 function ask() {
   clearTimeout(timer);
+  showMaker();
   number += 1;
   keepInAddress();
   let question;
@@ -88,11 +96,13 @@ function ask() {
   }
   found = {question};
   byId("found").classList.add("stale");
-  showCommands(question);
   if (JSON.stringify(question) === JSON.stringify(built.first.question)) {
     for (const part of ["plan", "fit"]) show(part, built.first[part]);
   }
-  if (!built.planner) return show("closed", closedForms(question, built.coefficients));
+  if (!built.planner) {
+    say("Answered by closed forms: the planner is not here.");
+    return show("closed", closedForms(question, built.coefficients));
+  }
   worker ??= new Latest(["plan", "fit"], show);
   say(worker.isReady ? "Planning…" : "Starting the planner…");
   worker.ask(number, question);
@@ -111,22 +121,20 @@ const seconds = (value) => (value < 1 ? `${(1e3 * value).toPrecision(3)} ms` : `
 
 function show(part, answer, milliseconds) {
   const wrong = answer.error ?? (answer.fault && `This is a mistake in distca, not in what you gave: ${answer.fault}`);
+  const isPlan = part === "plan" || part === "closed";
   byId("error").hidden = !wrong;
-  if (wrong) {
-    set("error", wrong);
-    say(part === "predict" ? "The plan is made; its step cannot be predicted." : "No answer.");
-    if (part !== "predict") byId("found").hidden = true;
-    byId("found").classList.remove("stale");
-    if (part !== "predict") return;
-    answer = {refused: wrong};
-  }
-  byId("found").hidden = false;
-  found[part] = answer;
-  if (part === "plan" || part === "closed") showPlan(answer);
-  if (part === "fit" || part === "closed") showFit(part === "closed" ? answer.fit : answer);
-  if (part === "predict") showStep(answer); else if (part === "plan") clearStep();
   byId("found").classList.remove("stale");
   document.documentElement.dataset.shown = `${part} ${number}`;
+  if (wrong) return refuse(isPlan, wrong);
+  found[part] = answer;
+  if (isPlan) {
+    byId("found").hidden = byId("commands").hidden = false;
+    showPlan(answer);
+    clearStep(built.planner ? "being predicted" : "needs the planner");
+    showCommands(found.question, answer.ranks);
+  }
+  if (part === "fit" || part === "closed") showFit(part === "closed" ? answer.fit : answer);
+  if (part === "predict") showStep(answer);
   if (milliseconds === undefined) return;
   if (part === "predict") say(`Planned and predicted in this page; the prediction took ${seconds(milliseconds / 1e3)}.`);
   if (part === "fit") {
@@ -134,6 +142,15 @@ function show(part, answer, milliseconds) {
     predictor ??= new Latest(["predict"], show);
     predictor.ask(number, found.question);
   }
+}
+
+/** Show what is wrong; without a plan there is nothing else to show, without the rest there is the plan. */
+function refuse(isPlan, wrong) {
+  set("error", wrong);
+  if (worker) worker.waiting = null;
+  if (!isPlan) clearStep("cannot be predicted");
+  byId("found").hidden = byId("commands").hidden = isPlan;
+  say(isPlan ? "No plan." : "The plan is made; its step cannot be predicted.");
 }
 
 function showPlan(plan) {
@@ -158,27 +175,25 @@ function showFit(fit) {
   const best = fit.modes.find(({total}) => total <= fit.capacity);
   set("card-memory", best ? `${bytesText(best.total)}` : "does not fit", best ? "good" : "bad");
   set("card-memory-note", best ? `of ${bytesText(fit.capacity)}, recompute ${best.recompute}` : `${fit.gpu} has ${bytesText(fit.capacity)}`);
-  set("memory-note", fit.refusal ?? `Weights, gradients, optimizer and activations on a ${fit.gpu}, for what backward may `
-    + `recompute: ${count(fit.sequences, "sequence")} of ${fit.context.toLocaleString("en")} tokens in `
-    + `${count(fit.micro_batches, "micro-batch", "micro-batches")}, equal tokens on every rank. The red line is the GPU's memory.`,
+  set("memory-note", fit.refusal ?? `What backward may recompute, and what each GPU then holds, without exchange buffers: `
+    + stepText(fit),
     fit.refusal ? "hint bad" : "hint");
   drawMemory(byId("memory-chart"), fit.modes.map(({recompute, states, activations, total}) => ({
     name: `recompute ${recompute}`, parts: [["states", states], ["activations", activations]],
     note: total <= fit.capacity ? "" : ", too much"})), fit.capacity);
 }
 
-function clearStep() {
-  set("card-gain", "…");
-  set("card-gain-note", built.planner ? "being predicted" : "needs the planner");
+const stepText = (fit) => `${count(fit.sequences, "sequence")} of ${fit.context.toLocaleString("en")} tokens in `
+  + `${count(fit.micro_batches, "micro-batch", "micro-batches")}, with equal tokens on every rank.`;
+
+function clearStep(why) {
+  set("card-gain", why === "being predicted" ? "…" : "–", "");
+  set("card-gain-note", why);
   set("step-note", "");
   byId("step-table").replaceChildren();
 }
 
 function showStep(step) {
-  if (step.refused) {
-    set("card-gain", "–");
-    return set("card-gain-note", "cannot be predicted");
-  }
   const names = Object.keys(step.strategies), ours = step.strategies.distca;
   const [base, baseline] = Object.entries(step.strategies).find(([name]) => name !== "distca") ?? [];
   if (step.verdict) set("verdict", step.verdict);
@@ -201,6 +216,7 @@ function showStep(step) {
     .map(([kind, key]) => [kind, 1e9 * one.memory_gb[key]]);
   const capacity = found.fit.capacity;
   drawMemory(byId("memory-chart"), names.map((name) => ({name, parts: parts(step.strategies[name]), note: ", predicted"})), capacity);
+  set("memory-note", `The most that a GPU holds during the predicted step: ${stepText(found.fit)}`, "hint");
   if (ours) {
     set("card-memory", bytesText(1e9 * ours.peak_memory_gb), "good");
     set("card-memory-note", `of ${bytesText(capacity)}` + (baseline ? `; ${bytesText(1e9 * baseline.peak_memory_gb)} with ${base}` : ""));
@@ -232,10 +248,11 @@ function fillTable(table, head, rows, ours) {
 
 const quoted = (text) => (/^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
 
-function showCommands({source, ...options}) {
+function showCommands({source, ...options}, ranks) {
   const isLong = values().kind === "typed" && source.split(",").length > MOST_SHOWN;
   const data = isLong ? "$(cat lengths.txt)" : quoted(source);
-  const ranks = options.gpus / (options.tp * options.pp);
+  byId("save").hidden = !isLong;
+  if (isLong) byId("save-link").href = `data:text/plain,${source.replaceAll(",", "%0A")}%0A`;
   const flags = (names) => names.filter((name) => options[name] !== "").map((name) => ` --${name.replaceAll("_", "-")} ${quoted(options[name])}`).join("");
   set("command-plan", `distca plan ${data} --ranks ${ranks}${flags(["model", "tp", "cluster", "tokens_per_rank", "tolerance"])}`);
   set("command-simulate", `distca simulate --data ${isLong ? `"$(tr '\\n' , < lengths.txt)"` : data}`
@@ -324,9 +341,6 @@ async function start() {
   fill(fromAddress());
   listen();
   ask();
-  set("made-by", built.planner ? `distca ${built.version}, the planner itself, through ${built.planner}. The figures are the commands'.`
-    : `distca ${built.version}, closed forms only (${built.why ?? "built without a Python for browsers"}): work before balancing and memory. `
-      + "The commands above know the rest.");
 }
 
 start();

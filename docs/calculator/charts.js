@@ -54,7 +54,7 @@ function drawMemory(figure, entries, capacity) {
   const [width, line, left] = [Math.max(figure.clientWidth, 300), 44, 4];
   const totals = entries.map(({parts}) => parts.reduce((sum, [, bytes]) => sum + bytes, 0));
   const most = 1.04 * Math.max(capacity, ...totals), x = (bytes) => left + (width - 2 * left) * bytes / most;
-  const height = line * entries.length + 8;
+  const height = line * entries.length + 22;
   const svg = svgElement("svg", {viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": entries.map(({name}, at) =>
     `${name}: ${bytesText(totals[at])} of ${bytesText(capacity)}`).join("; ")});
   entries.forEach(({name, parts, note}, at) => {
@@ -67,6 +67,7 @@ function drawMemory(figure, entries, capacity) {
     }
     svg.append(svgElement("line", {class: "limit", x1: x(capacity), x2: x(capacity), y1: top + 18, y2: top + 36}));
   });
+  svg.append(svgElement("text", {x: x(capacity), y: height - 6, "text-anchor": "end"}, `a GPU has ${bytesText(capacity)}`));
   const kinds = {states: "weights, gradients, optimizer", activations: "activations", gathered: "gathered keys", buffers: "buffers"};
   const shown = new Set(entries.flatMap(({parts}) => parts.filter(([, bytes]) => bytes > 0).map(([kind]) => kind)));
   figure.replaceChildren(legendList(Object.entries(kinds).filter(([kind]) => shown.has(kind))), svg);

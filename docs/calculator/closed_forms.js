@@ -76,7 +76,7 @@ function closedForms(question, {models, memory}) {
     return {
       verdict: `The slowest rank does ${work.toFixed(2)}× the mean attention work. What balancing makes of it, its bytes and `
         + "its gain need the planner, which this page was built without: run the commands below.",
-      work_max_over_mean_before: work, work_max_over_mean: null, bytes_total: null, bytes_between_nodes: null, limit: null,
+      ranks: data, work_max_over_mean_before: work, work_max_over_mean: null, bytes_total: null, bytes_between_nodes: null, limit: null,
       source: "closed forms", pool: `${data} ranks of ${row.toLocaleString("en")} tokens, ${lengths.length} documents`,
       placement: "given", note: "", batches: null, work_before: pairs.map((one) => one / mean), work_after: [],
       fit: {capacity, gpu: question.cluster, modes, refusal: null, context, sequences, micro_batches: microBatches},
