@@ -112,7 +112,7 @@ def compare(question: Question, *, workers: int = 1, update: Callable[[str], Non
 
 
 def _processes(workers: int) -> AbstractContextManager[ProcessPoolExecutor | None]:
-    """Start processes for several workers, else none: one worker also runs where there are no processes, in a browser."""
+    """Start processes for several workers, else none: a browser has no processes, and one worker runs there too."""
     if workers <= 1:
         return nullcontext()
     import multiprocessing

@@ -1,8 +1,8 @@
 """Answer a question of the calculator as JSON: by the functions of `distca plan` and `distca simulate` themselves.
 
-The page runs this module in the browser, the tests run it beside the commands. A question has the commands' options by
-name; an option that it leaves out, or that is empty, has the command's default. `plan` and `fit` answer while one types;
-`predict` plans whole training steps and takes longer.
+The page runs this module in the browser, the tests run it beside the commands. A question has the commands' options
+by name; an option that it leaves out, or that is empty, has the command's default. `plan` and `fit` answer while one
+types; `predict` plans whole training steps and takes longer.
 """
 
 from __future__ import annotations
@@ -83,13 +83,13 @@ def _divides(model: ModelShape, tp: int) -> bool:
 
 
 def plan(question: Question) -> dict[str, Any]:
-    """Plan the batches as `distca plan --json` does, with the work of every rank."""
+    """Plan the batches as `distca plan --json` does, with the work and bytes of every rank."""
     planned = planned_batches(question)
     shown, total = planned.shown, planned.as_json()
     mean = shown.before.work.mean()
     return total | {
         "verdict": planned.verdict(), "source": planned.source, "note": planned.note, "pool": shown.pool_text,
-        "unit": mean, "work_before": (shown.before.work / mean).tolist(), "work_after": (shown.after.work / mean).tolist(),
+        "work_before": (shown.before.work / mean).tolist(), "work_after": (shown.after.work / mean).tolist(),
         "sent": shown.after.bytes_sent.tolist(), "received": shown.after.bytes_received.tolist()}
 
 
@@ -105,22 +105,23 @@ def planned_batches(question: Question) -> PlannedBatches:
 
 def data_ranks(question: Question) -> int:
     """Ranks that a micro-batch's tokens are spread over: one stage's, each `tp` GPUs."""
-    asked = _defaults(simulate_command) | question
+    asked = _defaults(simulate_command) | dict(question)
     gpus, group = asked["gpus"], asked["tp"] * int(asked["pp"])
     if gpus % group:
         raise UserError(f"gpus is {gpus}, not a multiple of tp {asked['tp']} times pp {asked['pp']}; give --gpus "
                         f"{max(gpus // group, 1) * group}, or another --tp or --pp")
-    return gpus // group
+    return int(gpus // group)
 
 
 def fit(question: Question) -> dict[str, Any]:
     """Memory of a GPU for everything that backward may recompute, with equal tokens on all ranks and 1F1B."""
-    asked = _defaults(simulate_command) | question
+    asked = _defaults(simulate_command) | dict(question)
     source = read_lengths(asked["source"], Reading(), lambda _: None)
     where = setting(
         model_named(asked["model"]), find_cluster(asked["cluster"]), gpus=asked["gpus"], tp=asked["tp"],
         pp=int(asked["pp"]), ep=asked["ep"], context=asked["context"] or default_context(source),
         sequences=asked["sequences"], recompute=asked["recompute"])
+    source.check_context(where.context)
     costs = replace(Costs.of(where.model, where.cluster, where.tp, find_cost(asked["cost"])), ep=where.ep)
     ticks = one_forward_one_backward(where.pp, where.num_micro_batches)
     tokens = np.full((where.num_micro_batches, where.num_data), where.tokens_per_rank)
@@ -141,14 +142,14 @@ def fit(question: Question) -> dict[str, Any]:
 
 
 def predict(question: Question) -> dict[str, Any]:
-    """Predict a training step as `distca simulate --json` does."""
+    """Predict a training step as `distca simulate --json` does, with what it says on stderr as `remarks`."""
     options = {name: question[name] for name in ("model", "gpus", "tp", "ep", "context", "sequences", "cluster",
                                                  "recompute", "tolerance", "batches") if name in question}
-    out = io.StringIO()
-    with redirect_stdout(out), redirect_stderr(io.StringIO()):
+    out, remarks = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(remarks):
         simulate_command(data=question["source"], pp=str(question.get("pp", 1)), strategies=STRATEGIES_SHOWN,
                          workers=1, as_json=True, **_defaults(simulate_command, "batches") | options)
-    return dict(json.loads(out.getvalue()))
+    return {**json.loads(out.getvalue()), "remarks": remarks.getvalue()}
 
 
 def _defaults(command: Callable[..., None], *names: str) -> dict[str, Any]:

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
-# A WebAssembly library with one function, backtrace(buffer, size), which returns 0: numpy calls it, the runtime has none.
+# A WebAssembly library with one function, backtrace(buffer, size), which returns 0. numpy calls it; Pyodide has none.
 _BACKTRACE = bytes.fromhex(
     "0061736d01000000" "000f" "08" "64796c696e6b2e30" "010400000000" "0107016002" "7f7f017f" "03020100"
     "070d01" "09" "6261636b7472616365" "0000" "0a0601040041000b")
@@ -48,7 +48,7 @@ def prepare() -> None:
 class _Absent(ModuleType):
     """A library that only a terminal needs: whatever is asked of it is there, is false and does nothing."""
 
-    __path__: list[str] = []
+    __path__: ClassVar[list[str]] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

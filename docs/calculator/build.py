@@ -37,7 +37,7 @@ RUNTIME = ("pyodide.js", "pyodide.asm.js", "pyodide.asm.wasm", "python_stdlib.zi
 SITE_PACKAGES = "lib/python3.12/site-packages/"
 UNUSED = ("/tests/", "/f2py/", "/distutils/", "_umath_tests.", "_rational_tests.",
           "_operand_flag_tests.", "_struct_ufunc_tests.", "_simd.", "/testing/", ".pyi", "numpy/fft/_pocket")
-ABSENT = ("runtime", "train", "integrations", "profiling", "kernels", "data.py", "dispatch.py")  # rooms the page never enters
+ABSENT = ("runtime", "train", "integrations", "profiling", "kernels", "data.py", "dispatch.py")  # never imported here
 MOMENT = (1980, 1, 1, 0, 0, 0)  # of every file in an archive, so that equal files make equal archives
 FORM = {"kind": "typed", "lengths": "128k, 64k, 32k*2, 16k*2, 8k*4, 4k*48", "sampler": "prolong", "model": "llama3-8b",
         "cluster": "dgx-h200", "gpus": "64", "tp": "8", "pp": "1", "ep": "1", "context": "", "tokens_per_rank": "",
@@ -132,7 +132,7 @@ def _add(packed: zipfile.ZipFile, name: str, content: bytes) -> None:
 
 
 def description(planner: str | None) -> dict[str, Any]:
-    """What the page knows without a planner: names, the closed forms' coefficients, and the answer to its first question."""
+    """What the page knows without a planner: names, closed forms' coefficients, the answer to its first question."""
     from answer import answer, choices, coefficients
 
     import distca

@@ -206,7 +206,7 @@ function showStep(step) {
     set("card-gain-note", `does not fit: ${step.too_large.join(", ")}`);
   }
   set("step-note", `${step.batches === 1 ? "One batch" : `${step.batches} batches`} drawn from these lengths with seed 0: `
-    + `${step.tokens_per_step.toLocaleString("en")} tokens a step. ${base ? `${base} is the best baseline.` : ""}`);
+    + `${step.tokens_per_step.toLocaleString("en")} tokens a step. ${base ? `${base} is the best baseline.` : ""} ${step.remarks.replace(/^distca: /, "Note: ")}`);
   fillTable(byId("step-table"), ["", "step", "tokens/s", "idle", "memory of a GPU", "choice"], names.map((name) => {
     const one = step.strategies[name];
     return [name, seconds(one.step_seconds), Math.round(one.tokens_per_second).toLocaleString("en"),

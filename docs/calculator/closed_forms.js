@@ -6,9 +6,10 @@ const SHOWN_MODES = ["none", "selective", "full", "offload"];
 
 /** Parse a whole number as people type it: 128k, 64_000. */
 function parsedCount(field, text) {
-  const found = /^(\d[\d_]*)([kmg]?)$/i.exec(text);
-  const value = found && +found[1].replaceAll("_", "") * (UNITS[found[2].toLowerCase()] ?? 1);
-  if (!value) throw new Error(`${field} is '${text}'; give a whole number of at least 1`);
+  const found = /^(\d+(?:_\d+)*)((?:\.\d+[kmg])|[kmg]?)$/i.exec(text);
+  const [, whole, rest] = found ?? [], unit = rest?.match(/[kmg]/i)?.[0].toLowerCase();
+  const value = found && +`${whole.replaceAll("_", "")}${rest.replace(/[kmg]/i, "")}` * (UNITS[unit] ?? 1);
+  if (!value || !Number.isInteger(value)) throw new Error(`${field} is '${text}'; give a whole number of at least 1`);
   return value;
 }
 
@@ -61,7 +62,7 @@ function closedForms(question, {models, memory}) {
     const model = models[question.model], costs = model.tp[tp], capacity = memory[question.cluster];
     if (!costs) throw new Error(`tp is ${tp}, which does not divide the heads of ${question.model}`);
     if (ep > 1) throw new Error("ep needs the planner; run the commands below");
-    if (!/^[\d_,kmg]+$/i.test(question.source)) throw new Error("A file or a sampler needs the planner; run the commands below, or type lengths.");
+    if (!/^[\d_,.kmg]+$/i.test(question.source)) throw new Error("A file or a sampler needs the planner; run the commands below, or type lengths.");
     const lengths = question.source.split(",").map((text) => parsedCount("a length", text));
     const data = gpus / (tp * stages), total = lengths.reduce((sum, one) => sum + one, 0);
     const row = question.tokens_per_rank ? parsedCount("tokens_per_rank", question.tokens_per_rank) : Math.floor(total / data);
