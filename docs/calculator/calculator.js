@@ -12,6 +12,7 @@ const OPTIONS = ["model", "cluster", "gpus", "tp", "pp", "ep", "context", "token
 const MOST_TYPED = 200_000;  // documents, once 4k*96 is written out
 const MOST_SHOWN = 60;       // lengths in a command
 const PAUSE = 60;            // milliseconds without a key before a question is asked
+const REST = 300;            // milliseconds without an edit before a step is predicted
 let built, file = null, worker = null, predictor = null, number = 0, timer = 0;
 
 /* ---- workers ---- */
@@ -96,21 +97,30 @@ function ask() {
   }
   found = {question};
   byId("found").classList.add("stale");
-  if (JSON.stringify(question) === JSON.stringify(built.first.question)) {
-    for (const part of ["plan", "fit"]) show(part, built.first[part]);
-  }
   if (!built.planner) {
     say("Answered by closed forms: the planner is not here.");
     return show("closed", closedForms(question, built.coefficients));
   }
   worker ??= new Latest(["plan", "fit"], show);
+  if (!worker.isReady) showMeanwhile(question);
   say(worker.isReady ? "Planning…" : "Starting the planner…");
   worker.ask(number, question);
+}
+
+/** Show what needs no planner while it starts: the answer that came with the page, or the closed forms. */
+function showMeanwhile(question) {
+  if (JSON.stringify(question) === JSON.stringify(built.first.question)) {
+    for (const part of ["plan", "fit"]) show(part, built.first[part]);
+    return;
+  }
+  const closed = closedForms(question, built.coefficients);
+  if (!closed.error) show("closed", {...closed, verdict: closed.verdict.split(". ")[0] + ". The planner is starting."});
 }
 
 /* ---- answers ---- */
 
 let found = {};
+const missing = () => (built.planner ? "the planner is starting" : "needs the planner");
 const say = (text) => { byId("status").textContent = text; };
 const set = (id, text, className) => {
   byId(id).textContent = text;
@@ -130,7 +140,7 @@ function show(part, answer, milliseconds) {
   if (isPlan) {
     byId("found").hidden = byId("commands").hidden = false;
     showPlan(answer);
-    clearStep(built.planner ? "being predicted" : "needs the planner");
+    clearStep(part === "plan" ? "being predicted" : missing());
     showCommands(found.question, answer.ranks);
   }
   if (part === "fit" || part === "closed") showFit(part === "closed" ? answer.fit : answer);
@@ -139,8 +149,7 @@ function show(part, answer, milliseconds) {
   if (part === "predict") say(`Planned and predicted in this page; the prediction took ${seconds(milliseconds / 1e3)}.`);
   if (part === "fit") {
     say("Planned. Predicting a training step…");
-    predictor ??= new Latest(["predict"], show);
-    predictor.ask(number, found.question);
+    timer = setTimeout(() => (predictor ??= new Latest(["predict"], show)).ask(number, found.question), REST);
   }
 }
 
@@ -159,7 +168,7 @@ function showPlan(plan) {
     : `${times(plan.work_max_over_mean_before)} → ${times(plan.work_max_over_mean)}`);
   set("card-work-note", plan.limit ?? `tolerance ${found.question.tolerance}: at most ${times(1 + +found.question.tolerance)}`);
   set("card-bytes", plan.bytes_total === null ? "–" : bytesText(plan.bytes_total));
-  set("card-bytes-note", plan.bytes_total === null ? "needs the planner"
+  set("card-bytes-note", plan.bytes_total === null ? missing()
     : `at most ${bytesText(plan.bytes_sent_max)} from one rank` + (plan.bytes_between_nodes === null ? ""
       : `; ${bytesText(plan.bytes_between_nodes)} between nodes`));
   set("work-note", [`${plan.source}. ${plan.pool}, ${plan.placement} placement.`, plan.note, plan.batches
