@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 # Two files of tests at a time, a thread each: threads that spin for the same core take ten times as long.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test check lint site bench paper sweep torchtitan clean
+.PHONY: demo test check lint site calculator bench paper sweep torchtitan clean
 
 demo: $(INSTALLED)
 	$(BIN)/distca train examples/demo.toml
@@ -51,6 +51,11 @@ bench: $(INSTALLED)
 # Options after ARGS, as in `make paper ARGS='--quick'`.
 paper: $(INSTALLED)
 	$(BIN)/python benchmarks/check_paper.py $(ARGS)
+
+# The page that plans in a browser, as static files; its Python comes from npm once, and is then kept in build/.
+calculator: $(INSTALLED)
+	$(BIN)/python docs/calculator/build.py build/calculator
+	@echo 'open it with: $(BIN)/python -m http.server --bind 127.0.0.1 --directory build/calculator'
 
 torchtitan:
 	test -x $(VENV)-torchtitan/bin/python || $(PYTHON) -m venv $(VENV)-torchtitan

@@ -1,10 +1,8 @@
 """Pages that are made from something are what they are made from; links lead somewhere and options exist."""
 
 import ast
-import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,18 +11,11 @@ import typer
 import distca
 from distca.cli import app
 from distca.train.settings import known_settings
+from tests.support.modules import load
 
 ROOT = Path(distca.__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w.-]*\w")
-
-
-def load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_measured_page_is_what_the_results_say() -> None:
