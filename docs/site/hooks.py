@@ -25,8 +25,10 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 ROOT_PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "SECURITY.md": "security.md"}
 NOTEBOOK, NOTEBOOK_PAGE = "examples/first_steps.ipynb", "start/notebook.md"
-ORIGINS = {page: name for name, page in {**ROOT_PAGES, NOTEBOOK: NOTEBOOK_PAGE}.items()}  # page -> the file it is
 COPIES = "source"                                                # folder of the site for files from outside docs/
+README = f"{COPIES}/README.md"                                   # links to one of its parts; to all of it is to index
+# page -> the file of the repository that it is, from which its links lead
+ORIGINS = {page: name for name, page in {**ROOT_PAGES, NOTEBOOK: NOTEBOOK_PAGE, "README.md": README}.items()}
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s]+)(\))")
 DRAWING = re.compile(r"^!\[([^\]]*)\]\(([^)\s]+\.svg)\)$", re.MULTILINE)
 CALCULATOR, CALCULATOR_PAGE = DOCS / "calculator/build.py", "start/calculator.md"
@@ -55,6 +57,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made here, and a copy of every file that a page links to."""
     for name, page in ROOT_PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8")))
+    files.append(File.generated(config, README, content=(ROOT / "README.md").read_text(encoding="utf-8"),
+                                inclusion=InclusionLevel.NOT_IN_NAV))
     files.append(File.generated(config, "reference/docstrings.md", content=docstrings()))
     files.append(File.generated(config, NOTEBOOK_PAGE, content=notebook()))
     if CALCULATOR.exists():
@@ -204,7 +208,7 @@ def _link(page: str, link: str) -> str:
     if not target:
         return link
     if target == "README.md":
-        shown = "index.md"
+        shown = README if part else "index.md"
     elif target == NOTEBOOK and page != NOTEBOOK_PAGE:
         shown = NOTEBOOK_PAGE
     elif target in ROOT_PAGES:
