@@ -26,7 +26,7 @@ DOCS = ROOT / "docs"
 ROOT_PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "SECURITY.md": "security.md"}
 NOTEBOOK, NOTEBOOK_PAGE = "examples/first_steps.ipynb", "start/notebook.md"
 COPIES = "source"                                                # folder of the site for files from outside docs/
-README = f"{COPIES}/README.md"                                   # links to one of its parts; to all of it is to index
+README = f"{COPIES}/overview.md"                                  # links to one of its parts; to all of it is to index
 # page -> the file of the repository that it is, from which its links lead
 ORIGINS = {page: name for name, page in {**ROOT_PAGES, NOTEBOOK: NOTEBOOK_PAGE, "README.md": README}.items()}
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s]+)(\))")
@@ -86,8 +86,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """A corner of a table that is left empty is no heading."""
-    return re.sub(r"<th([^>]*)></th>", r"<td\1></td>", html)
+    """A corner of a table that is left empty is no heading; long names in tables break after dots and underscores."""
+    html = re.sub(r"<th([^>]*)></th>", r"<td\1></td>", html)
+    return re.sub(r"(?<=<td><code>)[\w.]+(?=</code>)", lambda name: re.sub(r"([._])", r"\1<wbr>", name[0]), html)
 
 
 def on_post_build(config: MkDocsConfig) -> None:
