@@ -31,7 +31,7 @@ README = f"{COPIES}/overview.md"                                  # links to one
 ORIGINS = {page: name for name, page in {**ROOT_PAGES, NOTEBOOK: NOTEBOOK_PAGE, "README.md": README}.items()}
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s]+)(\))")
 DRAWING = re.compile(r"^!\[([^\]]*)\]\(([^)\s]+\.svg)\)$", re.MULTILINE)
-CALCULATOR, CALCULATOR_PAGE = DOCS / "calculator/build.py", "start/calculator.md"
+CALCULATOR = DOCS / "calculator/build.py"
 SHOWN_AS_CODE = {".py": "python", ".toml": "toml", ".slurm": "bash"}
 
 _markdown: dict[str, str] = {}                                   # page -> what is written beside it
@@ -47,9 +47,6 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
             posixpath.dirname(path) == folder for entry in section for path in entry.values())), None)
         if page not in listed and home is not None:
             home.append({Path(page).stem.capitalize(): page})
-    if CALCULATOR.exists():
-        start = next(section["Start"] for section in config.nav or [] if "Start" in section)
-        start.insert(2, {"Calculator": CALCULATOR_PAGE})
     return config
 
 
@@ -61,8 +58,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
                                 inclusion=InclusionLevel.NOT_IN_NAV))
     files.append(File.generated(config, "reference/docstrings.md", content=docstrings()))
     files.append(File.generated(config, NOTEBOOK_PAGE, content=notebook()))
-    if CALCULATOR.exists():
-        files.append(File.generated(config, CALCULATOR_PAGE, content=calculator()))
     for name in sorted({name for file in files.documentation_pages() for name in _linked_outside(file)}):
         language = SHOWN_AS_CODE.get(Path(name).suffix)
         if language:
@@ -97,8 +92,7 @@ def on_post_build(config: MkDocsConfig) -> None:
     for name, text in _markdown.items():
         (site / name).with_suffix(".md").write_text(text, encoding="utf-8")
     (site / "llms.txt").write_text(llms(config), encoding="utf-8")
-    if CALCULATOR.exists():
-        print(_built_calculator(site / "calculator"))
+    print(_built_calculator(site / "calculator"))
 
 
 def llms(config: MkDocsConfig) -> str:
@@ -121,13 +115,6 @@ def docstrings() -> str:
     for name in sorted(set(distca.__all__) - {"__version__"}, key=str.lower):
         parts += _described(f"distca.{name}", getattr(distca, name), "##")
     return "\n\n".join(parts) + "\n"
-
-
-def calculator() -> str:
-    return ("# Calculator\n\nLengths, a model and GPUs in; imbalance before and after, bytes, memory of a GPU and a "
-            "predicted step out. The planner itself runs in the page: what you type or open leaves it for nowhere.\n\n"
-            "[Open the calculator](../calculator/index.html){ .md-button .md-button--primary }\n\n"
-            "The same from a terminal: [plan](../guide/plan.md) and [simulate](../guide/simulate.md).\n")
 
 
 def _built_calculator(folder: Path) -> str:
