@@ -98,8 +98,8 @@ def _from_config(file: Path, device: torch.device, dtype: torch.dtype | None) ->
             narrow(config)
             _on_meta(config)
         except (ValueError, AttributeError, TypeError, RuntimeError) as error:
-            raise UserError(f"{file}: {config.model_type} cannot be narrowed ({first_line(error)}); give a smaller one, "
-                            "or a function that returns it") from None
+            raise UserError(f"{file}: {config.model_type} cannot be narrowed ({first_line(error)}); give a smaller "
+                            "one, or a function that returns it") from None
     _shorten_windows(config)
     config._experts_implementation = "eager"                     # the other kinds know no float64
     torch.manual_seed(0)
