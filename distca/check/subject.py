@@ -94,7 +94,12 @@ def _from_config(file: Path, device: torch.device, dtype: torch.dtype | None) ->
     count, weights = sum(one.numel() for one in shapes.parameters()), [*file.parent.glob("*.safetensors")]
     is_small = count <= MAX_PARAMETERS
     if not is_small:
-        narrow(config)
+        try:
+            narrow(config)
+            _on_meta(config)
+        except (ValueError, AttributeError, TypeError, RuntimeError) as error:
+            raise UserError(f"{file}: {config.model_type} cannot be narrowed ({first_line(error)}); give a smaller "
+                            "one, or a function that returns it") from None
     _shorten_windows(config)
     config._experts_implementation = "eager"                     # the other kinds know no float64
     torch.manual_seed(0)
@@ -130,7 +135,7 @@ def _is_finite(model: Any, packing: str) -> bool:
     try:
         return bool(model(**{name: one.to(device) if isinstance(one, torch.Tensor) else one
                              for name, one in batch.items()}).logits.isfinite().all())
-    except RuntimeError:                                         # a product that knows no float64
+    except Exception:                                            # the probes say what it is, if float32 does not help
         return False
 
 
@@ -156,7 +161,7 @@ def narrow(config: Any) -> None:
     config.num_attention_heads = few * min(heads // kv_heads, MAX_GROUP)
     config.num_key_value_heads = config.num_attention_heads if latent or kv_heads == heads else few
     config.hidden_size = min(config.hidden_size, config.num_attention_heads * (64 if latent else head_dim))
-    if isinstance(getattr(config, "head_dim", None), int) and not latent:
+    if "head_dim" in config.to_dict() and not latent:
         config.head_dim = head_dim
     dense = getattr(config, "first_k_dense_replace", None)
     if dense:

@@ -129,6 +129,8 @@ def page(found: dict[str, Any]) -> list[str]:
     count = len(first)
     lines.append(f"{'summary':<8} {len(found['probes'])} probes in {found['seconds']:.0f} s: " + (
         f"{count} thing{'s are' if count > 1 else ' is'} wrong" if count else "packing is right"))
+    lines.append(f"{'next':<8} " + ("mend the first line, then check again" if count else
+                                    "distca plan LENGTHS says what balancing saves on your documents"))
     return lines
 
 

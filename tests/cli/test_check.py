@@ -38,7 +38,7 @@ def test_a_config_is_built_small_and_sound(run: Run, tmp_path: Path) -> None:
                 intermediate_size=14336, vocab_size=128256).save_pretrained(tmp_path)
     code, out, _ = run("check", tmp_path)
     assert code == 0, out
-    first, *oks, last = out.splitlines()
+    first, *oks, last, _ = out.splitlines()
     assert re.match(r"model    llama, 2 of 32 layers, random weights, narrowed to hidden size .* of 8,030,261,248 "
                     r"parameters, attention sdpa; float64 on cpu, 1 rank$", first)
     assert len(oks) == 4 and all(line.startswith("ok ") for line in oks) and last.endswith("packing is right")
