@@ -79,15 +79,15 @@ def test_own_lengths_and_several_pipelines(run: Callable[..., tuple[int, str, st
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    (("--gpus", "60"), "gpus is 60, not a multiple of tp 8 times pp 1; give --gpus 56"),
-    (("--pp", "3"), "not a multiple of tp 8 times pp 3"),
+    (("--gpus", "60", "--tp", "8"), "gpus is 60, not a multiple of tp 8 times pp 1; give --gpus 56"),
+    (("--gpus", "64", "--pp", "3"), "not a multiple of tp 1 times pp 3; give --gpus 63"),
     (("--pp", "x"), "pp is 'x'"),
     (("--gpus", "264", "--pp", "33", "--context", "65536"), "pp is 33 but model 'llama3-8b' has 32 layers"),
     (("--strategies", "distco"), "strategy 'distco' is unknown; did you mean 'distca'?"),
     (("--data", "short.txt", "--context", "65536"), "context is 65536 but the longest document"),
     (("--data", "nonsense.txt"), "line 1 is 'abc'"),
     (("--data", "prolonk"), "did you mean 'prolong'?"),
-    (("--cluster", "small.toml"), "cluster 'small' cannot hold 'llama3-8b'"),
+    (("--gpus", "8", "--cluster", "small.toml"), "cluster 'small' cannot hold 'llama3-8b'"),
     (("--cluster", "dgx-h20"), "cluster 'dgx-h20' is unknown"),
     (("--sequences", "4096"), "does not fit"),
     (("--batches", "0"), "batches is 0"),
