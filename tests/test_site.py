@@ -154,6 +154,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebDriver]:
         options.add_argument(switch)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER, log_output=os.devnull))
+    driver.set_script_timeout(PATIENCE_SECONDS)
     yield driver
     driver.quit()
 
