@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from distca.check import config_file
 from distca.check.batches import WINDOW, Batch, packings, without_labels
-from distca.models import CONFIG
 from distca.runtime.transport.c10d import first_line
 from distca.validation import UserError
 
@@ -72,14 +72,8 @@ class Subject:
 
 def subject_of(name: str, device: torch.device, dtype: torch.dtype | None) -> Subject:
     """Build what MODEL names: a folder with a config.json, that file, or `module:function`."""
-    if ":" in name and not Path(name).exists():
-        return _from_function(name, device)
-    path = Path(name)
-    file = path / CONFIG if path.is_dir() else path
-    if not file.is_file():
-        raise UserError(f"MODEL is {name!r}; give a folder with a {CONFIG}, a config.json, or module:function, which "
-                        "returns a model and a batch")
-    return _from_config(file, device, dtype)
+    file = config_file(name)
+    return _from_function(name, device) if file is None else _from_config(file, device, dtype)
 
 
 def _from_config(file: Path, device: torch.device, dtype: torch.dtype | None) -> Subject:
