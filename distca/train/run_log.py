@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import os
+import platform
 import re
 import shutil
 import socket
@@ -26,6 +27,10 @@ from itertools import chain, count, takewhile
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+import torch
+
+import distca
+from distca.spec import ModelShape
 from distca.train.settings import Settings
 from distca.validation import UserError, open_own, write_own
 
@@ -139,6 +144,19 @@ class Tally:
             tokens_per_second=sums["tokens"] / seconds, memory_bytes=self.memory_bytes,
             bubble_share=self.last.bubble_share, eval_loss=self.eval_loss, epochs=self.last.epochs,
             mfu=None if self.last.mfu is None else self.used_seconds / seconds, **means, **shares)
+
+
+def write_about(settings: Settings, world: int, model: ModelShape, device: torch.device) -> None:
+    """Write run.json: what a report says about a run beside its settings."""
+    parallel, dedicated = settings.parallel, settings.attention.dedicated
+    shared = f", tp {parallel.tensor}, pp {parallel.pipeline}" if parallel.tensor * parallel.pipeline > 1 else ""
+    serving = f", {dedicated} of them only serve attention" if dedicated else ""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
+    about = {
+        "model": f"{model.name}, {model.num_layers} layers, hidden {model.hidden:,}", "ranks": f"{world}{shared}{serving}",
+        "device": name, "started": time.strftime("%Y-%m-%d %H:%M %z"),
+        "versions": f"distca {distca.__version__}, torch {torch.__version__}, Python {platform.python_version()}"}
+    write_own(Path(settings.log.folder) / "run.json", json.dumps(about, indent=2) + "\n")
 
 
 def as_json(record: StepRecord | RunSummary) -> dict[str, float | list[float] | None]:

@@ -49,10 +49,11 @@ from distca.train.model.parallel import clip_grad_norm
 from distca.train.model.segment_runs import Offload, run_segments
 from distca.train.model.shape import DecoderShape, decoder_shape
 from distca.train.model.weight_gradients import WeightGradients
-from distca.train.run_log import FolderLock, StepRecord, open_log_folder
+from distca.train.run_log import FolderLock, StepRecord, open_log_folder, write_about
 from distca.train.settings import Settings
 from distca.train.settings.preflight import compiles, device_for, dtype_for
 from distca.train.settings.schedule import pipeline_ticks
+from distca.train.step_ranks import rank_figures
 from distca.validation import write_own
 
 LOG = logging.getLogger("distca")
@@ -178,6 +179,8 @@ class Trainer:
             signal.signal(number, self.ask_to_stop)
         self.settings = self.settings.with_values({"log.folder": on_first(self.open_log, self.trainers)})
         observer = Observer(self.settings, self.rank, self.world)
+        if self.rank == 0:
+            write_about(self.settings, self.world, self.batches.loader.model, self.device)
         try:
             while self.step < self.settings.run.steps and not self.agreed_to_stop():
                 record = self.one_step()
@@ -218,7 +221,7 @@ class Trainer:
             self.speeds.learn(batch.server_work, trace.seconds("attention"))
             self.batches.speed = self.speeds.for_plans
         if self.step == self.settings.log.trace_step:
-            self.write_trace(trace)
+            self.write_trace(trace, batch.plan)
         seconds = perf_counter() - began
         plan, summary = batch.plan, batch.summary
         return StepRecord(
@@ -305,14 +308,17 @@ class Trainer:
             self.finish_save()
         return self.stopping
 
-    def write_trace(self, trace: StepTrace) -> None:
-        gathered = gather_json(trace.to_json(), self.trainers)
+    def write_trace(self, trace: StepTrace, plan: StepPlan) -> None:
+        gathered = gather_json((trace.to_json(), memory_in_use(self.device)), self.trainers)
         if self.rank == 0:
             folder = Path(self.settings.log.folder)
             folder.mkdir(parents=True, exist_ok=True)
-            traces = [StepTrace.from_json(data) for data in gathered]
+            written, memory = zip(*gathered, strict=True)
+            traces = [StepTrace.from_json(data) for data in written]
             write_chrome_trace(traces, folder / f"trace_step_{trace.step}.json")
-            write_own(folder / f"step_{trace.step}.json", json.dumps(gathered))
+            write_own(folder / f"step_{trace.step}.json", json.dumps(written))
+            ranks = rank_figures(plan, trace.step, list(memory))
+            write_own(folder / f"ranks_{trace.step}.json", json.dumps(ranks.to_json()))
 
 
 def lasting(settings: Settings, shape: DecoderShape, dtype: torch.dtype) -> dict[str, Any]:
