@@ -27,7 +27,7 @@ LANES = {  # lane -> meaning, in display order
     "attention": "core attention, for queries of this and other ranks",
     "wait": "computation waits for communication",
     "optimizer": "gradient clipping and the update of the parameters",
-    "network": "communication, overlapped with computation or not",
+    "network": "communication, overlapped with computation or not; measured until computation needs it",
 }
 
 

@@ -28,7 +28,8 @@ from distca.report.runs import (
     read_steps,
     read_traces,
     run_verdict,
-    settings_of,
+    side_by_side,
+    step_detail,
     summary_facts,
     traces_of,
     verdict_on_two,
@@ -37,7 +38,6 @@ from distca.validation import UserError, read_json
 from distca.workload.packing import PLACEMENTS
 
 MAX_TIMELINES = 2
-_STEP_WORDS = "Work, traffic, documents and memory of each rank are in ranks_N.json, which is not beside this trace."
 
 
 def report_command(
@@ -98,18 +98,17 @@ def page_of_runs(
     if compared and len(runs) != 2:
         raise UserError(f"compare needs two runs with a steps.jsonl but there are {len(runs)}; give the log.folder of "
                         "one as PATH and that of the other as --compare")
+    runs = runs[:1 + compared]
     timelines, shown = _timelines(logs, predicted, step)
     ranks = next((read_ranks(path) for _, log in logs for at, path in log.run.ranks.items() if at == shown), None)
-    measured = any(log.run.traces for _, log in logs)
-    first = runs[:1 + compared]
-    facts = [fact for _, log in logs[:len(logs) - compared] for fact in log.run.facts]
     return ReportData(
-        "distca report", facts=tuple(facts), timelines=timelines, ranks=ranks,
-        waits=largest_waits(timelines[0].traces, ranks) if measured else None,
-        detail=(f"Step {shown}", _STEP_WORDS if ranks is None else "", ()) if measured else None,
-        runs=tuple(run.figures for run in first if run.figures is not None),
-        settings=settings_of(first if any(run.settings for run in first) else []),
-        verdict=verdict_on_two(*first) if compared else run_verdict(first[0]) if first else "")
+        "distca report", facts=() if compared else tuple(fact for _, log in logs for fact in log.run.facts),
+        timelines=timelines, ranks=ranks, detail=None if shown is None else step_detail(shown, ranks),
+        waits=None if shown is None else largest_waits(timelines[0].traces, ranks),
+        runs=tuple(run.figures for run in runs if run.figures is not None),
+        sides=side_by_side([dict(run.facts) for run in runs]) if compared else (),
+        settings=side_by_side([run.settings for run in runs]),
+        verdict=verdict_on_two(*runs) if compared else run_verdict(runs[0]) if runs else "")
 
 
 def _timelines(

@@ -257,6 +257,7 @@ class ReportData:
     memory: Memory | None = None
     memory_capacity_bytes: float | None = None   # per rank
     runs: tuple[RunFigures, ...] = ()            # one, or two to compare
+    sides: tuple[tuple[str, ...], ...] = ()      # name of a fact and its value in each of two runs
     settings: tuple[tuple[str, ...], ...] = ()   # name and the value in each run
     verdict: str = ""                            # the result in a sentence or two, at the top of the page
 

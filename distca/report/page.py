@@ -46,7 +46,8 @@ def write_page(data: ReportData, path: Path | str) -> None:
     Path(path).write_text(render_page(data), encoding="utf-8")
 
 
-def render_page(data: ReportData, *, live: bool = False) -> str:
+def render_page(data: ReportData, *, live: str = "") -> str:
+    """Return the page; with `live`, a name of its contents, it asks its server for newer figures."""
     sections = sections_of(data)
     links = "".join(f'<a href="#{section.key}">{escape(section.title)}</a>' for section in sections)
     policy = f"{POLICY}; connect-src 'self'" if live else POLICY
@@ -58,7 +59,7 @@ def render_page(data: ReportData, *, live: bool = False) -> str:
         f"<title>{escape(data.title)}</title>\n<style>{_asset('page.css')}</style>\n</head>\n<body>",
         f'<a class="skip" href="#main">Skip to the report</a>\n<header><h1>{escape(data.title)}</h1>',
         f'<div id="summary">{summary(data)}</div>',
-        '<p id="live" role="status"></p>' if live else "",
+        f'<p id="live" role="status" data-contents="{escape(live)}"></p>' if live else "",
         f'</header>\n<nav aria-label="Sections">{links}</nav>\n<main id="main">',
         *(f'<section id="{one.key}" aria-labelledby="title-{one.key}">'
           f'<h2 id="title-{one.key}">{escape(one.title)}</h2>{one.body}</section>' for one in sections),
@@ -98,7 +99,7 @@ def sections_of(data: ReportData) -> tuple[Section, ...]:
     found = (
         comparison_section(data.comparison) if data.comparison else None,
         batches_section(data.batches) if data.batches is not None else None,
-        run_section(data.runs) if data.runs else None,
+        run_section(data.runs, data.sides) if data.runs else None,
         detail_section(*data.detail) if data.detail is not None else None,
         *work[:1],
         timeline_section(data.timelines) if data.timelines else None,

@@ -123,7 +123,7 @@ def waits_section(waits: Sequence[Wait]) -> Section:
     return Section("waits", "The largest waits", f"<p>{words}</p>{listed}")
 
 
-def run_section(runs: Sequence[RunFigures]) -> Section:
+def run_section(runs: Sequence[RunFigures], sides: Sequence[Sequence[str]] = ()) -> Section:
     labels = list(dict.fromkeys(label for run in runs for label, _ in run.series if label != HELD_OUT))
     words = " ".join(f"{run.name}: {count_text(len(run.step), 'step')}, {run.step.min():,} to {run.step.max():,}."
                      for run in runs)
@@ -133,8 +133,10 @@ def run_section(runs: Sequence[RunFigures]) -> Section:
     fields = (select("run-series", "Show", tuple((str(number), label) for number, label in enumerate(labels)))
               + select("run-smoothing", "Smoothing", SMOOTHING))
     payload = {"labels": labels, "runs": [_run_payload(run, labels) for run in runs]}
-    body = f"<p>{escape(words)}</p>{controls(fields)}{chart('run', 'The run step by step. ' + words)}{numbers('run')}"
-    return Section("run", "The run, step by step" if len(runs) == 1 else "Both runs, step by step", body, payload)
+    beside = table(("figure", *(run.name for run in runs)), sides, "Both runs side by side") if sides else ""
+    body = (f"{beside}<p>{escape(words)}</p>{controls(fields)}{chart('run', 'The run step by step. ' + words)}"
+            f"{numbers('run')}")
+    return Section("run", "The run, step by step" if len(runs) == 1 else "Both runs, side by side", body, payload)
 
 
 def _run_payload(run: RunFigures, labels: Sequence[str]) -> dict[str, Any]:
@@ -150,7 +152,7 @@ def _run_payload(run: RunFigures, labels: Sequence[str]) -> dict[str, Any]:
 
 
 def settings_section(settings: Sequence[tuple[str, ...]], names: Sequence[str]) -> Section:
-    heads = ("setting", *(names if len(settings[0]) == len(names) + 1 else ["value"] * (len(settings[0]) - 1)))
+    heads = ("setting", *(names if len(settings[0]) > 2 else ["value"]))
     apart = [one for one in settings if len(set(one[1:])) > 1]
     words = "Every setting of the run." if len(heads) == 2 else (
         f"{count_text(len(apart), 'setting')} of {len(settings)} differ." if apart else "All settings are equal.")

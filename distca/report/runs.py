@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from distca.report.figures import RunFigures, Wait, byte_text, count_text
+from distca.report.figures import RunFigures, Wait, byte_text, count_text, over_mean
 from distca.report.run_sections import HELD_OUT, LOSS
 from distca.trace import MAX_COUNT, RankFigures, StepTrace
 from distca.validation import (
@@ -197,10 +197,22 @@ def _settings(content: dict[str, Any]) -> dict[str, str]:
             for name, value in values.items()}
 
 
-def settings_of(runs: Sequence[RunFiles]) -> tuple[tuple[str, ...], ...]:
-    """Return the name of every setting with its value in each run."""
-    names = dict.fromkeys(name for run in runs for name in run.settings)
-    return tuple((name, *(run.settings.get(name, "–") for run in runs)) for name in names)
+def side_by_side(runs: Sequence[Mapping[str, str]]) -> tuple[tuple[str, ...], ...]:
+    """Return every name with its value in each run."""
+    names = dict.fromkeys(name for run in runs for name in run)
+    return tuple((name, *(run.get(name, "–") for run in runs)) for name in names)
+
+
+def step_detail(step: int, ranks: RankFigures | None) -> tuple[str, str, tuple[tuple[str, str], ...]]:
+    """Return the head of the part about a traced step: title, text and facts."""
+    if ranks is None:
+        return f"Step {step:,}", f"The run wrote no ranks_{step}.json: only the step's timeline is known.", ()
+    facts = (("documents", f"{len(ranks.lengths):,}"), ("longest", f"{ranks.lengths.max():,} tokens"),
+             ("slowest server's work, × mean", f"{over_mean(ranks.work_before).max():.2f} → "
+                                               f"{over_mean(ranks.work_after).max():.2f}"),
+             ("bytes across ranks, forward", byte_text(ranks.num_bytes.sum())),
+             ("memory of the fullest rank", byte_text(ranks.memory_bytes.max())))
+    return f"Step {step:,}", "What this step gave to every rank, and what the ranks did when.", facts
 
 
 def run_verdict(run: RunFiles) -> str:

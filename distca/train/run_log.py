@@ -153,8 +153,8 @@ def write_about(settings: Settings, world: int, model: ModelShape, device: torch
     serving = f", {dedicated} of them only serve attention" if dedicated else ""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
     about = {
-        "model": f"{model.name}, {model.num_layers} layers, hidden {model.hidden:,}", "ranks": f"{world}{shared}{serving}",
-        "device": name, "started": time.strftime("%Y-%m-%d %H:%M %z"),
+        "model": f"{model.name}, {model.num_layers} layers, hidden {model.hidden:,}",
+        "ranks": f"{world}{shared}{serving}", "device": name, "started": time.strftime("%Y-%m-%d %H:%M %z"),
         "versions": f"distca {distca.__version__}, torch {torch.__version__}, Python {platform.python_version()}"}
     write_own(Path(settings.log.folder) / "run.json", json.dumps(about, indent=2) + "\n")
 

@@ -29,6 +29,7 @@
       hoverinfo: "skip",
     };
   }
+  const wholeTicks = count => (count <= 16 ? {dtick: 1, tick0: 0} : {}); // no half ranks between few ranks
   const levels = {xaxis2: {overlaying: "x", range: [0, 1], visible: false, fixedrange: true}};
 
   function comparison(figures) {
@@ -85,7 +86,7 @@
     draw("work", traces, {
       ...levels,
       bargap: 0.25,
-      xaxis: axis(bySize ? "servers, largest first" : "server"),
+      xaxis: axis(bySize ? "servers, largest first" : "server", wholeTicks(after.length)),
       yaxis: axis("attention work, × mean before", {rangemode: "tozero"}),
     });
   }
@@ -141,9 +142,9 @@
         },
       ],
       {
-        xaxis: axis("to rank", {showgrid: false, zeroline: false}),
+        xaxis: axis("to rank", {...wholeTicks(size), showgrid: false, zeroline: false}),
         margin: {l: 64, r: 16, t: 10, b: 44},
-        yaxis: axis("from rank", {autorange: "reversed", showgrid: false, zeroline: false}),
+        yaxis: axis("from rank", {...wholeTicks(size), autorange: "reversed", showgrid: false, zeroline: false}),
       },
     );
   }
@@ -168,7 +169,7 @@
         filled,
       );
     draw("transfers", [side("sent", sent, colors.blue, true), side("received", received, colors.orange, false)], {
-      xaxis: axis("rank"),
+      xaxis: axis("rank", wholeTicks(sent.length)),
       yaxis: axis("bytes", {rangemode: "tozero", tickformat: "~s"}),
     });
   }
@@ -287,7 +288,7 @@
       ...levels,
       barmode: "stack",
       bargap: 0.25,
-      xaxis: axis("rank"),
+      xaxis: axis("rank", wholeTicks(ranks.length)),
       yaxis: axis("GB", {rangemode: "tozero"}),
     });
   }
@@ -383,7 +384,7 @@
       );
     draw("batches", [side("before", before, colors.orange), side("after", after, colors.blue)], {
       bargap: 0.25,
-      xaxis: axis("batch", numbers.length <= fewBars ? {tickvals: numbers} : {}),
+      xaxis: axis("batch", wholeTicks(numbers.length)),
       yaxis: axis("slowest rank, × mean", {rangemode: "tozero"}),
       shapes: [
         {type: "rect", x0: shown - 0.5, x1: shown + 0.5, yref: "paper", y0: 0, y1: 1, line: {width: 0},
