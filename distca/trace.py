@@ -119,6 +119,8 @@ class RankFigures:
         if not isinstance(content, dict):
             raise UserError(f"is {short(content)}; give a ranks_N.json of a run")
         columns = {one.name: _column(one.name, content.get(one.name)) for one in fields(cls)[3:]}
+        if missing := [name for name in ("work_before", "work_after", "memory_bytes") if not len(columns[name])]:
+            raise UserError(f"{missing[0]} is empty; give a ranks_N.json of a run")
         servers, documents = len(columns["work_after"]), len(columns["lengths"])
         for name, below in (("source", servers), ("destination", servers), ("home", servers), ("server", servers),
                             ("document", documents)):
@@ -128,8 +130,6 @@ class RankFigures:
                            ("server", "document"), ("q_start", "document"), ("q_stop", "document")):
             if len(columns[name]) != len(columns[same]):
                 raise UserError(f"{name} and {same} differ in length; give a ranks_N.json of a run")
-        if missing := [name for name in ("work_before", "work_after", "memory_bytes") if not len(columns[name])]:
-            raise UserError(f"{missing[0]} is empty; give a ranks_N.json of a run")
         step = check_whole("step", content.get("step"), least=0, most=MAX_COUNT)
         tolerance = check_number("tolerance", content.get("tolerance"), least=0)
         return cls(step, check_name("unit", content.get("unit")), tolerance, **columns)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 import time
 from dataclasses import replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -38,8 +39,9 @@ def watch_command(
         raise UserError(f"{run}: no such folder; give the log.folder of a run, which exists once the run has started")
     with listen(run, address, check_whole("port", port, least=0, most=65_535)) as server:
         host = f"[{address}]" if ":" in address else address
-        print(f"{run} is shown at http://{host}:{server.server_port}/ to this machine alone. Ctrl-C ends.", flush=True)
         try:
+            print(f"{run} is shown at http://{host}:{server.server_port}/ to this machine alone. Ctrl-C ends.",
+                  flush=True)
             server.serve_forever()
         except KeyboardInterrupt:
             print()
@@ -52,6 +54,10 @@ class PageServer(ThreadingHTTPServer):
         self.run = run
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
         super().__init__((address, port), PageRequest)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), OSError):             # else the browser is gone, or Ctrl-C closed the socket
+            super().handle_error(request, client_address)
 
 
 def listen(run: Path, address: str, port: int) -> PageServer:

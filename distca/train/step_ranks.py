@@ -49,7 +49,7 @@ def _work_at_home(step: StepPlan) -> np.ndarray:
     """[ranks of all stages] Forward work if documents stayed in order and every rank computed its own attention."""
     cost, work = step.plans[0].cost, np.zeros((step.num_stages, step.num_data))
     speeds = 1.0 if cost is None else cost.speeds(step.num_data)
-    of_part = np.split(np.array(step.model.layer_windows), np.cumsum(step.layers)[:-1])
+    of_part = np.split(np.array(step.model.layer_windows), np.cumsum(step.layers))
     at_home = [tasks_at_home(pack(one.lengths, ranks=step.num_data)) for one in step.micro_batches]
     for tick, stage in np.argwhere((step.ticks.micro_batch != IDLE) & ~step.ticks.backward).tolist():
         tasks = at_home[step.ticks.micro_batch[tick, stage]]

@@ -17,7 +17,7 @@ def test_ours_is_told_against_the_best_baseline() -> None:
     assert ours is not None and best is not None and (ours.name, best.name) == ("distca", "wlb_ideal")
     assert verdict(rows) == (
         "distca trains 1.25× as fast as wlb_ideal, the best baseline (1.12 to 1.38 over the batches): 1,000 tokens/s "
-        "against 800, 80% of what no strategy can beat.")
+        "against 800, 80% of what no strategy can beat. A GPU holds at most 1 GB, against 1 GB with wlb_ideal.")
 
 
 def test_no_gain_is_called_none() -> None:

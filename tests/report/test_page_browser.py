@@ -259,10 +259,10 @@ def test_names_of_files_are_no_links(browser: WebDriver, make_report: Callable[.
     evil = '<a href="https://example.com">distca</a>'
     data = make_report(8)
     first, *others = data.comparison
-    assert data.run is not None
-    label, values = data.run.series[0]
+    run, = data.runs
+    label, values = run.series[0]
     named = replace(data, comparison=(replace(first, name=evil), *others),
-                    run=replace(data.run, series=((evil + label, values), *data.run.series[1:])))
+                    runs=(replace(run, series=((evil + label, values), *run.series[1:])),))
     write_page(named, tmp_path / "page.html")
     browser.get((tmp_path / "page.html").as_uri())
     until(lambda: browser.execute_script("return document.documentElement.dataset.complete") == "true")
