@@ -23,13 +23,11 @@ import tempfile
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
+from importlib.metadata import distributions
 from itertools import chain, count, takewhile
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-import torch
-
-import distca
 from distca.spec import ModelShape
 from distca.train.settings import Settings
 from distca.validation import UserError, open_own, write_own
@@ -40,6 +38,7 @@ SUMMED = ("tokens", "seconds", "exposed_seconds", "host_seconds", "work_before",
 LOGGED = ("loss", "lr", "grad_norm", "tokens_per_second", "seconds", "work_before", "work_after", "bytes_per_layer",
           "exposed_seconds", "host_seconds", "memory_bytes", "plan_seconds", "bubble_share", "served_in_bubbles",
           "attention_seconds", "attention_seconds_max", "linear_seconds", "mfu", "eval_loss", "tolerance")
+VERSIONS = ("distca", "torch")  # told of a run
 LATEST = "latest"
 LOCKS = {"checkpoint.folder": ".lock", "log.folder": ".log-lock"}  # one folder may be both
 LOGGED_IN = "log_folder"  # file in checkpoint.folder with the name of the run's log folder
@@ -146,16 +145,17 @@ class Tally:
             mfu=None if self.last.mfu is None else self.used_seconds / seconds, **means, **shares)
 
 
-def write_about(settings: Settings, world: int, model: ModelShape, device: torch.device) -> None:
+def write_about(settings: Settings, world: int, model: ModelShape, device: str) -> None:
     """Write run.json: what a report says about a run beside its settings."""
     parallel, dedicated = settings.parallel, settings.attention.dedicated
     shared = f", tp {parallel.tensor}, pp {parallel.pipeline}" if parallel.tensor * parallel.pipeline > 1 else ""
     serving = f", {dedicated} of them only serve attention" if dedicated else ""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
+    installed = {one.metadata["Name"]: one.version for one in distributions() if one.metadata["Name"] in VERSIONS}
+    versions = [f"{name} {installed[name]}" for name in VERSIONS if name in installed]
     about = {
         "model": f"{model.name}, {model.num_layers} layers, hidden {model.hidden:,}",
-        "ranks": f"{world}{shared}{serving}", "device": name, "started": time.strftime("%Y-%m-%d %H:%M %z"),
-        "versions": f"distca {distca.__version__}, torch {torch.__version__}, Python {platform.python_version()}"}
+        "ranks": f"{world}{shared}{serving}", "device": device, "started": time.strftime("%Y-%m-%d %H:%M %z"),
+        "versions": ", ".join([*versions, f"Python {platform.python_version()}"])}
     write_own(Path(settings.log.folder) / "run.json", json.dumps(about, indent=2) + "\n")
 
 

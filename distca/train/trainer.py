@@ -180,7 +180,7 @@ class Trainer:
         self.settings = self.settings.with_values({"log.folder": on_first(self.open_log, self.trainers)})
         observer = Observer(self.settings, self.rank, self.world)
         if self.rank == 0:
-            write_about(self.settings, self.world, self.batches.loader.model, self.device)
+            write_about(self.settings, self.world, self.batches.loader.model, device_name(self.device))
         try:
             while self.step < self.settings.run.steps and not self.agreed_to_stop():
                 record = self.one_step()

@@ -171,5 +171,5 @@ def test_every_command_of_the_guide_runs(run: Callable[..., tuple[int, str, str]
         assert run(*arguments)[::2] == (0, ""), line
     pages = ("report.html", "two_runs.html", "both.html", "plan.html", "two_ranks.html")
     assert [list(payload(tmp_path / page)) for page in pages] == [
-        ["run", "timeline"], ["run"], ["run", "work", "timeline", "transfers", "documents"],
+        ["run", "timeline"], ["run", "timeline"], ["run", "work", "timeline", "transfers", "documents"],
         ["work", "transfers", "documents"], ["work", "timeline", "transfers", "documents", "memory"]]

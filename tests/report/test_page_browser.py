@@ -125,7 +125,7 @@ def test_every_chart_is_drawn_at_8_ranks(show: Callable[..., WebDriver]) -> None
     for chart in browser.find_elements(By.CLASS_NAME, "chart"):
         assert chart.find_elements(By.CSS_SELECTOR, "svg.main-svg"), chart.get_attribute("id")
     bars, image, line = ".bars .point", ".heatmaplayer image", ".scatterlayer .js-line"
-    for key, marks, count in (("work", bars, 16), ("memory", bars, 32), ("comparison", bars, 5), ("run", line, 1),
+    for key, marks, count in (("work", bars, 16), ("memory", bars, 32), ("comparison", bars, 5), ("run", line, 2),
                               ("transfers", image, 1), ("timeline-0", image, 1), ("timeline-1", image, 1)):
         assert len(browser.find_elements(By.CSS_SELECTOR, f"#chart-{key} {marks}")) == count, key
     assert len(browser.find_elements(By.CSS_SELECTOR, "#chart-documents .bars .point")) > 8
@@ -217,8 +217,8 @@ def test_choices_redraw_and_tables_open(show: Callable[..., WebDriver]) -> None:
 def test_every_control_is_reached_by_tab_and_shows_it(show: Callable[..., WebDriver]) -> None:
     browser = show(8)
     wanted = browser.execute_script(
-        "return document.querySelectorAll('a, button, input, select, summary').length"
-        " - document.querySelectorAll('details :is(input)').length")
+        "return document.querySelectorAll('a, button, input, select, summary, [tabindex=\"0\"]').length"
+        " - document.querySelectorAll('details :is(input, [tabindex=\"0\"])').length")
     browser.execute_script("document.activeElement.blur()")
     seen = []
     for _ in range(wanted):
@@ -226,7 +226,8 @@ def test_every_control_is_reached_by_tab_and_shows_it(show: Callable[..., WebDri
         seen.append(browser.execute_script(
             "const at = document.activeElement;"
             "return [at.tagName, at.getBoundingClientRect().top + scrollY, getComputedStyle(at).outlineStyle]"))
-    assert {tag for tag, _, _ in seen} <= {"A", "BUTTON", "INPUT", "SELECT", "SUMMARY"}
+    tables = {"DIV"}                                             # which scroll
+    assert {tag for tag, _, _ in seen} <= {"A", "BUTTON", "INPUT", "SELECT", "SUMMARY"} | tables
     assert all(outline != "none" for _, _, outline in seen)
     below_the_head = [top for tag, top, _ in seen if tag != "A"]
     assert all(b > a - 40 for a, b in pairwise(below_the_head))  # reading order
@@ -244,7 +245,8 @@ def test_512_ranks(show: Callable[..., WebDriver], make_traces: Callable[..., tu
     point_at(browser, (span.start_seconds + span.stop_seconds) / 2, 300.5)
     tip = browser.find_element(By.ID, "tip")
     until(tip.is_displayed)
-    assert tip.text.startswith("layer forward (linear)\nrank 30")
+    name, rank, *_ = tip.text.splitlines()
+    assert name == "layer forward (linear)" and abs(int(rank.split()[1]) - 300) <= 4  # a row of pixels is two ranks
     field = browser.find_element(By.ID, "timeline-ranks")
     field.send_keys("300-303", Keys.ENTER)
     assert ticks(browser) == [f"rank {rank}" for rank in range(300, 304)] and "per rank and lane" in status(browser)
