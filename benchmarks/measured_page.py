@@ -327,7 +327,20 @@ def shares(results: Path) -> str:
             "tasks alone leave of it, with free links and perfect balance. The bound counts no recomputation: without "
             "the settings that need it, TP 1 has at least 91 %. With a pipeline at 32 nodes, exchanges between nodes "
             "are exposed.\n\n"
-            + _table(("", "settings", "least", "median", "most", "least that shapes allow"), table))
+            + _table(("", "settings", "least", "median", "most", "least that shapes allow"), table)
+            + "\n\n" + sorted_micro_batches(results))
+
+
+def sorted_micro_batches(results: Path) -> str:
+    content = _read(results, "micro_batch_order")
+    rows = content["rows"]
+    gains, ratios = ([row[name] for row in rows] for name in ("gain", "bytes_ratio"))
+    stages = " and ".join(map(str, sorted({row["pp"] for row in rows})))
+    return (f"Pipelines run micro-batches of like work side by side. Over {len(rows)} settings of {content['model']} "
+            f"on {content['gpus']} GPUs with {stages} stages, means of {len(rows[0]['gains'])} batches, that makes a "
+            f"step {min(gains):.3f}–{max(gains):.3f}× as fast as in the loader's order, and attention sends "
+            f"{min(ratios):.2f}–{max(ratios):.2f}× the bytes ({_source('micro_batch_order')}, "
+            "`benchmarks/micro_batch_order.py`).")
 
 
 def trusted(results: Path) -> str:

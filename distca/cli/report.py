@@ -53,7 +53,7 @@ def report_command(
         metavar="SOURCE", help="Also plan this batch and show it; what `distca plan` takes as SOURCE.")] = None,
     model: Annotated[str, typer.Option(help="Named model of --plan.")] = "llama3-8b",
     tolerance: Annotated[float, typer.Option(help="Tolerance of --plan.")] = 0.05,
-    placement: Annotated[str, typer.Option(help=f"Placement of --plan: {' or '.join(PLACEMENTS)}.")] = "given",
+    placement: Annotated[str, typer.Option(help=f"Placement of --plan: {' or '.join(PLACEMENTS)}.")] = "balanced",
     ranks: Annotated[int | None, number("Ranks of --plan.")] = None,
     tokens_per_rank: Annotated[int | None, number("Tokens per rank of --plan.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of --plan's sampler, or of a file's order.")] = None,
@@ -78,7 +78,7 @@ def report_command(
         page, title=title or (f"Report of {', '.join(map(str, paths))}" if paths else data.title),
         facts=(*page.facts, *data.facts), comparison=comparison, plan=data.plan, batches=data.batches,
         detail=data.detail or page.detail, verdict=verdict(comparison) or page.verdict or data.verdict))
-    print(f"Written to {out}.")
+    print(f"Written to {out}. Open it in a browser.")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -100,7 +100,7 @@ def plan_step(
                         "forward with backward, which dedicated servers cannot serve; use an order of one phase")
     inputs = [_Inputs(lengths, model, num_data, tuple(layers), ticks, tp, ping_pong, one, pool, cost, topology,
                       {} if known is None else known) for one in (TOLERANCES if callable(tolerance) else (tolerance,))]
-    steps = [_planned(one, [placement] * len(lengths)) if placement == "given" or not ticks.same_phase else
+    steps = [_placed(one, [placement] * len(lengths)) if placement == "given" or not ticks.same_phase else
              _no_worse_than_given(one, placement) for one in inputs]
     if not callable(tolerance):
         return steps[0]
@@ -132,9 +132,14 @@ class _Inputs:
         return self.pool if self.cost is None else self.pool * self.cost.speeds(len(self.pool))
 
 
-def _planned(inputs: _Inputs, placements: Sequence[str]) -> StepPlan:
+def _placed(inputs: _Inputs, placements: Sequence[str]) -> StepPlan:
     """Plan the step with the placement of each micro-batch."""
-    packed, ticks = _packed(inputs, placements), inputs.ticks
+    return _planned(inputs, placements, _packed(inputs, placements))
+
+
+def _planned(inputs: _Inputs, placements: Sequence[str], packed: tuple[MicroBatch, ...]) -> StepPlan:
+    """Plan the step of micro-batches that were packed with these placements."""
+    ticks = inputs.ticks
     used = next((one for one in placements if one != "given"), "given")
     if not ticks.same_phase:
         nodes = None if inputs.topology is None else inputs.topology.first(inputs.num_data)
@@ -161,9 +166,10 @@ def _no_worse_than_given(inputs: _Inputs, placement: str) -> StepPlan:
     in seconds, in a tenth of the planning time.
     """
     count, in_seconds = len(inputs.lengths), inputs.cost is not None
-    step, given = _planned(inputs, [placement] * count), None
+    step, given = _placed(inputs, [placement] * count), None
+    all_given = ["given"] * count, _packed(inputs, ["given"] * count)
     has_nodes = inputs.topology is not None and len(inputs.topology.levels()) > 0
-    calls, number = distinct_calls(step.ticks, _packed(inputs, ["given"] * count), inputs.layers, phases_differ=False)
+    calls, number = distinct_calls(step.ticks, all_given[1], inputs.layers, phases_differ=False)
     forward = dict.fromkeys(number[0, step.ticks.forward_ticks()].ravel().tolist())
     here = [calls[at] for at in forward if at != NO_CALL]
     sent = _sent(step.forward_plans())
@@ -172,19 +178,19 @@ def _no_worse_than_given(inputs: _Inputs, placement: str) -> StepPlan:
     elif (sent.sum(axis=0) <= np.sum([_least_bytes(inputs, call.layout) for call in here], axis=0)).all():
         return step
     else:
-        given = _planned(inputs, ["given"] * count)
+        given = _planned(inputs, *all_given)
         theirs = _sent(given.forward_plans())
     work = np.array([causal_work(np.zeros_like(lengths), lengths).sum() for lengths in inputs.lengths])
     heaviest = [max(call.running, key=lambda one: -1.0 if one == IDLE else work[one]) for call in here]
     mine, others = (np.bincount(heaviest, weights=columns[:, -1], minlength=count) for columns in (sent, theirs))
     quieter = others < _QUIETER * mine                           # [micro-batches]
     if quieter.any() and not quieter.all():
-        step = _planned(inputs, np.where(quieter, "given", placement).tolist())
+        step = _placed(inputs, np.where(quieter, "given", placement).tolist())
         sent = _sent(step.forward_plans())
     if (in_seconds or has_nodes) and (sent.sum(axis=0) <= theirs.sum(axis=0)).all():
         return step
     if given is None:
-        given = _planned(inputs, ["given"] * count)
+        given = _planned(inputs, *all_given)
         theirs = _sent(given.forward_plans())
     if (sent.sum(axis=0) <= theirs.sum(axis=0)).all():
         return step

@@ -168,9 +168,10 @@ def _facts(found: Record) -> Iterator[tuple[str, str]]:
     yield "versions", ", ".join(f"{name} {version}" for name, version in first["versions"].items())
     runs = [name for name, reason in first["kernels"].items() if reason is None]
     yield "kernels", f"run here: {', '.join(runs)}"
-    for name, reason in first["kernels"].items():
-        if reason is not None:
-            yield "", f"not {name}: {reason}"
+    if first["gpu"]:
+        yield from (("", f"not {name}: {reason}") for name, reason in first["kernels"].items() if reason is not None)
+    elif len(runs) < len(first["kernels"]):
+        yield "", f"not {', '.join(name for name in first['kernels'] if name not in runs)}: they need an NVIDIA GPU"
     for of_ranks in zip(*(one.get("attention", ()) for one in ranks), strict=True):
         if not of_ranks[0]["refused"]:
             off, one = max(max(*one["off"], one["keys_off"]) for one in of_ranks), of_ranks[0]

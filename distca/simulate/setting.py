@@ -46,13 +46,13 @@ class Setting:
         if self.recompute not in ("auto", *RECOMPUTE):
             raise unknown_name("recompute", self.recompute, ("auto", *RECOMPUTE))
         check_number("memory", self.memory, least=0)
+        if self.pp > self.model.num_layers:
+            raise UserError(f"pp is {self.pp} but model {self.model.name!r} has {self.model.num_layers} layers; "
+                            f"give --pp {self.model.num_layers} or less")
         if self.gpus % (self.tp * self.pp):
             nearest = max(self.gpus // (self.tp * self.pp), 1) * self.tp * self.pp
             raise UserError(f"gpus is {self.gpus}, not a multiple of tp {self.tp} times pp {self.pp}; give --gpus "
                             f"{nearest}, or another --tp or --pp")
-        if self.pp > self.model.num_layers:
-            raise UserError(f"pp is {self.pp} but model {self.model.name!r} has {self.model.num_layers} layers; "
-                            "give each stage at least one")
         self._check_experts()
         tokens = self.context * self.sequences_per_micro_batch
         if tokens % (NANO_BATCHES * self.num_data):

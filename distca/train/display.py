@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -20,12 +20,13 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from distca.train.run_log import RECENT, RunSummary, StepRecord, Tally, as_json, open_log, trackers_for
+from distca.train.run_log import RECENT, RunSummary, StepRecord, Tally, as_json, logged_records, open_log, trackers_for
 from distca.train.settings import Data, Settings
-from distca.validation import write_own
+from distca.validation import UserError, read_json, write_own
 
 REFRESH_PER_SECOND = 2
 NUM_RECENT = 40  # steps in the loss sparkline and in the estimate of the remaining time
+FINISHED = "Finished"
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -53,12 +54,29 @@ class Observer:
             return
         if self.log is None:
             self.log = open_log(self.folder / "steps.jsonl", record.step)
+            if record.step > 1:
+                self.resume(record.step - 1)
         self.log.write(json.dumps(as_json(record)) + "\n")
         self.log.flush()
         for tracker in self.trackers:
             tracker.step(record)
         self.tally.add(record)
         self.display.show(record)
+
+    def resume(self, last: int) -> None:
+        """Count what earlier starts of the run logged up to step `last`, and say that the run goes on."""
+        for record in logged_records(self.folder / "steps.jsonl"):
+            self.tally.add(record)
+        before = _written_summary(self.folder / "summary.json")
+        known = before if before.get("last_step") == last else {}
+        self.start -= float(known.get("wall_seconds", self.tally.sums["seconds"]))
+        steps = self.settings.run.steps
+        self._print(f"This run had finished its {last:,} steps. It goes on to step {steps:,}, with learning rates of a "
+                    f"schedule of {steps:,} steps." if known.get("ended") == FINISHED else
+                    f"This run goes on after step {last:,} of {steps:,}.")
+
+    def _print(self, line: str) -> None:
+        self.console.print(line, markup=False, soft_wrap=True)
 
     def close(self, *, stopped: bool = False) -> RunSummary | None:
         """End the display, write and print the summary, and return it; None without steps and on other ranks."""
@@ -72,14 +90,19 @@ class Observer:
             tracker.close(finished=stopped or (summary is not None and summary.last_step >= self.settings.run.steps))
         wall_seconds = perf_counter() - self.start
         if summary is None:
-            self.console.print("No step was left to take." if not stopped else "Stopped before the first step.")
+            steps, folder = self.settings.run.steps, self.settings.checkpoint.folder
+            self._print("Stopped before the first step." if stopped else (
+                f"No step was left to take: the newest checkpoint in {folder!r} has all {steps:,} of run.steps. For "
+                f"more, give --run.steps {2 * steps}; for another run, another --checkpoint.folder."))
             return None
         ended = _ended(summary, self.settings.run.steps, stopped)
         content = {"ended": ended, "wall_seconds": wall_seconds, **as_json(summary)}
         write_own(self.folder / "summary.json", json.dumps(content, indent=2) + "\n")
-        for line in (*summary_lines(summary, ended, wall_seconds, self.folder, self.settings),
-                     f"Its curves as a page: distca report {shlex.quote(str(self.folder))}"):
-            self.console.print(line, markup=False, soft_wrap=True)
+        for line in summary_lines(summary, ended, wall_seconds, self.folder, self.settings):
+            self._print(line)
+        if (folder := self.settings.checkpoint.folder) and not self.settings.checkpoint.export:
+            self._print(f"Its weights for Hugging Face: distca export {shlex.quote(folder)} my-model")
+        self._print(f"Its curves as a page: distca report {shlex.quote(str(self.folder))}")
         return summary
 
 
@@ -136,7 +159,7 @@ class _LiveDisplay:
             ("moved", f"{size(record.bytes_per_layer)} a layer"),
             ("exposed", f"{_share(record.exposed_seconds, record.seconds)} of the step in exchanges, "
                         f"{_share(record.host_seconds, record.seconds)} for the batch"),
-            ("memory", size(record.memory_bytes)),
+            ("memory", memory_text(record)),
             *([("epochs", epochs_text(record.epochs, self.data))] if record.epochs else []),
             ("optimizer", f"lr {record.lr:.2e}, gradient norm {record.grad_norm:.2f}"),
             ("time", f"{clock(perf_counter() - self.start)}, about {clock(left)} left"),
@@ -156,7 +179,12 @@ def plain_line(record: StepRecord, steps: int) -> str:
             f"work {record.work_before:.2f}→{record.work_after:.2f}  {served}{speeds}"
             f"{size(record.bytes_per_layer)}/layer  attention {_share(record.attention_seconds, record.seconds)}  "
             f"linear {_share(record.linear_seconds, record.seconds)}  "
-            f"exposed {_share(record.exposed_seconds, record.seconds)}  memory {size(record.memory_bytes)}")
+            f"exposed {_share(record.exposed_seconds, record.seconds)}  memory {memory_text(record)}")
+
+
+def memory_text(record: StepRecord) -> str:
+    now = f", {size(record.memory_now_bytes)} now" if record.memory_now_bytes else ""
+    return f"{size(record.memory_bytes)} at the peak{now}"
 
 
 def summary_lines(
@@ -249,8 +277,17 @@ def title(settings: Settings, world: int) -> str:
     return f"{model} on {ranks}{stages}{serving}, {tokens:,} tokens a step, attention {settings.attention.mode}"
 
 
+def _written_summary(path: Path) -> dict[str, Any]:
+    """Return the summary that an earlier start wrote; empty if there is none."""
+    try:
+        content = read_json(path)
+    except UserError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def _ended(summary: RunSummary, steps: int, stopped: bool) -> str:
     if summary.last_step >= steps:
-        return "Finished"
+        return FINISHED
     return f"Stopped after step {summary.last_step:,} of {steps:,}" if stopped else (
         f"Ended early after step {summary.last_step:,} of {steps:,}")

@@ -15,30 +15,29 @@ import json
 import logging
 import math
 import os
-import platform
 import re
 import shutil
 import socket
 import tempfile
 import time
 from collections import deque
-from dataclasses import asdict, dataclass
-from importlib.metadata import distributions
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
 from itertools import chain, count, takewhile
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from distca.spec import ModelShape
 from distca.train.settings import Settings
-from distca.validation import UserError, open_own, write_own
+from distca.validation import UserError, open_own, to_install, write_own
 
 RECENT = 30  # steps in the mean loss of a summary
 SUMMED = ("tokens", "seconds", "exposed_seconds", "host_seconds", "work_before", "work_after", "bytes_per_layer",
           "served_in_bubbles", "attention_seconds", "linear_seconds")
 LOGGED = ("loss", "lr", "grad_norm", "tokens_per_second", "seconds", "work_before", "work_after", "bytes_per_layer",
           "exposed_seconds", "host_seconds", "memory_bytes", "plan_seconds", "bubble_share", "served_in_bubbles",
-          "attention_seconds", "attention_seconds_max", "linear_seconds", "mfu", "eval_loss", "tolerance")
-VERSIONS = ("distca", "torch")  # told of a run
+          "attention_seconds", "attention_seconds_max", "linear_seconds", "mfu", "eval_loss", "tolerance",
+          "memory_now_bytes")
 LATEST = "latest"
 LOCKS = {"checkpoint.folder": ".lock", "log.folder": ".log-lock"}  # one folder may be both
 LOGGED_IN = "log_folder"  # file in checkpoint.folder with the name of the run's log folder
@@ -72,13 +71,14 @@ class StepRecord:
     tolerance: float | None = None  # the chosen one, if attention.tolerance is auto
     attention_seconds_max: float | None = None  # the slowest rank's, with attention.adapt
     server_speed: tuple[float, ...] | None = None  # [servers] relative to the median, with attention.adapt
+    memory_now_bytes: int = 0  # held after the step; memory_bytes is the peak
 
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """Summary of a run; work and bytes are means over its steps."""
+    """Summary of a run, from its first start on; work and bytes are means over its steps."""
 
-    steps: int  # of this run
+    steps: int  # of all starts that logged into the folder
     last_step: int
     tokens: int
     seconds: float  # inside steps
@@ -145,20 +145,6 @@ class Tally:
             mfu=None if self.last.mfu is None else self.used_seconds / seconds, **means, **shares)
 
 
-def write_about(settings: Settings, world: int, model: ModelShape, device: str) -> None:
-    """Write run.json: what a report says about a run beside its settings."""
-    parallel, dedicated = settings.parallel, settings.attention.dedicated
-    shared = f", tp {parallel.tensor}, pp {parallel.pipeline}" if parallel.tensor * parallel.pipeline > 1 else ""
-    serving = f", {dedicated} of them only serve attention" if dedicated else ""
-    installed = {one.metadata["Name"]: one.version for one in distributions() if one.metadata["Name"] in VERSIONS}
-    versions = [f"{name} {installed[name]}" for name in VERSIONS if name in installed]
-    about = {
-        "model": f"{model.name}, {model.num_layers} layers, hidden {model.hidden:,}",
-        "ranks": f"{world}{shared}{serving}", "device": device, "started": time.strftime("%Y-%m-%d %H:%M %z"),
-        "versions": ", ".join([*versions, f"Python {platform.python_version()}"])}
-    write_own(Path(settings.log.folder) / "run.json", json.dumps(about, indent=2) + "\n")
-
-
 def as_json(record: StepRecord | RunSummary) -> dict[str, float | list[float] | None]:
     """Return the fields that are not None, by name, with None for numbers that are not finite (JSON has none)."""
     return {name: list(value) if isinstance(value, tuple) else value if math.isfinite(value) else None
@@ -179,6 +165,17 @@ def open_log(path: Path, step: int) -> TextIO:
             fresh.writelines(kept)
         os.replace(fresh.name, path)
     return open_own(path, "a")
+
+
+def logged_records(path: Path) -> Iterator[StepRecord]:
+    """Yield the records of a log, which an earlier start of the run wrote; skip those with other fields than ours."""
+    known = {field.name for field in fields(StepRecord)}
+    for line in path.read_bytes().splitlines():
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else math.nan if value is None else value
+            for name, value in json.loads(line).items() if name in known}
+        with suppress(TypeError):
+            yield StepRecord(**values)
 
 
 def _is_before(line: bytes, step: int) -> bool:
@@ -215,8 +212,8 @@ class _TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise UserError("log.tensorboard is true but tensorboard is not installed; run: pip install tensorboard, "
-                            "or set it to false") from None
+            raise UserError("log.tensorboard is true but tensorboard is not installed; "
+                            f"{to_install('tensorboard')}, or set it to false") from None
         self.writer: Any = SummaryWriter(str(folder))
 
     def step(self, record: StepRecord) -> None:
@@ -235,8 +232,8 @@ class _WeightsAndBiases:
         try:
             import wandb
         except ImportError:
-            raise UserError(f"log.wandb is {project!r} but wandb is not installed; run: pip install wandb, or set it "
-                            "to ''") from None
+            raise UserError(f"log.wandb is {project!r} but wandb is not installed; {to_install('wandb')}, or set "
+                            "it to ''") from None
         name = folder.resolve().name
         try:
             self.run: Any = wandb.init(project=project, dir=str(folder), name=name, group=name, config=asdict(settings),

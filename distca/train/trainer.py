@@ -10,7 +10,6 @@ Only attention communicates, apart from FSDP, neighbouring pipeline stages and t
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import resource
@@ -33,7 +32,8 @@ from distca.runtime.dedicated import stop_servers
 from distca.runtime.liveness import TRIM_STEPS, Liveness, is_lost, one_worker_per_group, return_freed_memory
 from distca.runtime.pipeline import Pipeline
 from distca.runtime.recorder import Recorder
-from distca.trace import StepTrace, write_chrome_trace
+from distca.spec import ModelShape
+from distca.trace import StepTrace
 from distca.train import launch
 from distca.train.agreement import Agreement, ServerSpeeds
 from distca.train.batches import Batch, Batches, Evaluation, StageWork, check_fills_a_batch
@@ -49,12 +49,11 @@ from distca.train.model.parallel import clip_grad_norm
 from distca.train.model.segment_runs import Offload, run_segments
 from distca.train.model.shape import DecoderShape, decoder_shape
 from distca.train.model.weight_gradients import WeightGradients
-from distca.train.run_log import FolderLock, StepRecord, open_log_folder, write_about
+from distca.train.report_files import write_about, write_step
+from distca.train.run_log import FolderLock, StepRecord, open_log_folder
 from distca.train.settings import Settings
 from distca.train.settings.preflight import compiles, device_for, dtype_for
 from distca.train.settings.schedule import pipeline_ticks
-from distca.train.step_ranks import rank_figures
-from distca.validation import write_own
 
 LOG = logging.getLogger("distca")
 
@@ -180,7 +179,7 @@ class Trainer:
         self.settings = self.settings.with_values({"log.folder": on_first(self.open_log, self.trainers)})
         observer = Observer(self.settings, self.rank, self.world)
         if self.rank == 0:
-            write_about(self.settings, self.world, self.batches.loader.model, device_name(self.device))
+            write_about(self.settings, self.world, self.batches.loader.model, self.device)
         try:
             while self.step < self.settings.run.steps and not self.agreed_to_stop():
                 record = self.one_step()
@@ -223,14 +222,15 @@ class Trainer:
         if self.step == self.settings.log.trace_step:
             self.write_trace(trace, batch.plan)
         seconds = perf_counter() - began
-        plan, summary = batch.plan, batch.summary
+        plan, summary, now = batch.plan, batch.summary, memory_now(self.device)
         return StepRecord(
             step=self.step, loss=loss, lr=lr, grad_norm=norm, tokens=plan.num_tokens, seconds=seconds,
             tokens_per_second=plan.num_tokens / seconds, work_before=summary.work_before,
             work_after=summary.work_after, bytes_per_layer=summary.bytes_per_layer,
             exposed_seconds=wait, attention_seconds=attention, linear_seconds=linear,
             mfu=self.utilization(plan, seconds), host_seconds=batch.wait_seconds,
-            memory_bytes=memory_in_use(self.device), plan_seconds=batch.plan_seconds,
+            memory_bytes=max(memory_in_use(self.device), now), memory_now_bytes=now,
+            plan_seconds=batch.plan_seconds,
             bubble_share=plan.ticks.bubble_share(), served_in_bubbles=summary.served_in_bubbles,
             tolerance=plan.plans[0].tolerance if plan.tried else None,
             attention_seconds_max=None if self.speeds is None else self.speeds.slowest_seconds,
@@ -311,26 +311,25 @@ class Trainer:
     def write_trace(self, trace: StepTrace, plan: StepPlan) -> None:
         gathered = gather_json((trace.to_json(), memory_in_use(self.device)), self.trainers)
         if self.rank == 0:
-            folder = Path(self.settings.log.folder)
-            folder.mkdir(parents=True, exist_ok=True)
-            written, memory = zip(*gathered, strict=True)
-            traces = [StepTrace.from_json(data) for data in written]
-            write_chrome_trace(traces, folder / f"trace_step_{trace.step}.json")
-            write_own(folder / f"step_{trace.step}.json", json.dumps(written))
-            ranks = rank_figures(plan, trace.step, list(memory))
-            write_own(folder / f"ranks_{trace.step}.json", json.dumps(ranks.to_json()))
+            write_step(Path(self.settings.log.folder), gathered, plan)
 
 
 def lasting(settings: Settings, shape: DecoderShape, dtype: torch.dtype) -> dict[str, Any]:
     """Return settings that must not change on resume, and whose change the tensors' shapes would not reveal."""
     facts: dict[str, Any] = {"model.tied": shape.tied, "model.rope_theta": shape.rope_theta,
                              "model.window": list(shape.model.windows),
-                             "run.dtype": str(dtype).removeprefix("torch.")}
+                             "run.dtype": str(dtype).removeprefix("torch."), "architecture": architecture(shape.model)}
     source = "load" if settings.model.load else "config"
     if settings.model.load or settings.model.config:
         scaling = None if shape.rope_scaling is None else asdict(shape.rope_scaling)
         return facts | {f"model.{source}'s norm_eps": shape.norm_eps, f"model.{source}'s rope_scaling": scaling}
     return facts | {"model.name": settings.model.name}
+
+
+def architecture(model: ModelShape) -> str:
+    """Name the sizes of a decoder, to tell another one's checkpoints from this one's."""
+    return (f"{model.num_layers} layers, hidden {model.hidden}, feed-forward {model.ffn}, {model.num_heads} heads, "
+            f"{model.num_kv_heads} KV heads, head_dim {model.head_dim}, vocab {model.vocab}")
 
 
 def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
@@ -348,3 +347,10 @@ def memory_in_use(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
+
+def memory_now(device: torch.device) -> int:
+    """Return the bytes of tensors on a GPU, or the resident bytes of the process on a CPU; 0 if nobody says."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text(encoding="ascii").split()[1]) * resource.getpagesize() if statm.exists() else 0

@@ -1,9 +1,10 @@
-"""The benchmark that holds distca against the bound: what it says was lost adds up."""
+"""Benchmarks of simulated steps: what is lost to the bound adds up, and only the order of micro-batches differs."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import micro_batch_order
 import pytest
 import share_of_bound as benchmark
 from paper.cases import Case
@@ -45,3 +46,12 @@ def test_stages_fill_and_drain(pp: int, micro_batches: int) -> None:
         found = PoolChoice("given", order=order).floor(where, costs, batch)
         assert found >= least * (1 - 1e-9)
         assert found == pytest.approx(least) if pp == 1 else found < least * 1.6 * (1 + (pp - 1) / micro_batches)
+
+
+def test_steps_differ_in_the_order_of_micro_batches_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = setting(LLAMA, CLUSTER, gpus=16, context=16_384, tp=4, pp=2, sequences=4, micro_batches=4)
+    one = micro_batch_order.measure(where, "pretrain", "interleaved_2", 1)
+    assert one.gain == pytest.approx(one.drawn_seconds / one.sorted_seconds) and one.bytes_ratio != 1.0
+    monkeypatch.setattr(micro_batch_order, "by_work", lambda documents: range(len(documents)))
+    same = micro_batch_order.measure(where, "pretrain", "interleaved_2", 1)
+    assert same.gain == same.bytes_ratio == 1.0 and same.drawn_seconds == one.drawn_seconds

@@ -12,7 +12,7 @@ from distca.models import MODELS
 from distca.planning.choose import plan_step
 from distca.planning.step import StepPlan
 from distca.trace import RankFigures
-from distca.train.step_ranks import rank_figures
+from distca.train.report_files import rank_figures
 from distca.validation import UserError
 
 LLAMA = MODELS["llama3-8b"]

@@ -1,21 +1,60 @@
-"""What a step plan gives to every rank, for the report of a traced step.
+"""Files that a run writes for its report alone: what it is, and what a traced step gave to its ranks.
 
-A run writes this once. Work and bytes are summed over all forward calls, so that stages and micro-batches count; the
-pieces of a document are those of the first layers, because its other layers are cut in the same way.
+Work and bytes of a step are summed over all forward calls, so that stages and micro-batches count; the pieces of a
+document are those of the first layers, because its other layers are cut in the same way.
 """
 
 from __future__ import annotations
 
+import json
+import platform
+import time
 from collections import Counter
+from collections.abc import Sequence
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
 from distca.planning.plan import server_work
 from distca.planning.schedule import IDLE
 from distca.planning.step import NO_CALL, StepPlan
 from distca.planning.tasks import tasks_at_home
-from distca.trace import RankFigures
+from distca.spec import ModelShape
+from distca.trace import RankFigures, StepTrace, write_chrome_trace
+from distca.train.settings import Settings
+from distca.validation import write_own
 from distca.workload.packing import pack
+
+VERSIONS = ("distca", "torch")  # told of a run
+
+
+def write_about(settings: Settings, world: int, model: ModelShape, device: torch.device) -> None:
+    """Write run.json: what a report says about a run beside its settings."""
+    parallel, dedicated = settings.parallel, settings.attention.dedicated
+    shared = f", tp {parallel.tensor}, pp {parallel.pipeline}" if parallel.tensor * parallel.pipeline > 1 else ""
+    serving = f", {dedicated} of them only serve attention" if dedicated else ""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
+    installed = {one.metadata["Name"]: one.version for one in distributions() if one.metadata["Name"] in VERSIONS}
+    versions = [f"{one} {installed[one]}" for one in VERSIONS if one in installed]
+    about = {
+        "model": f"{model.name}, {model.num_layers} layers, hidden {model.hidden:,}",
+        "ranks": f"{world}{shared}{serving}", "device": name, "started": time.strftime("%Y-%m-%d %H:%M %z"),
+        "versions": ", ".join([*versions, f"Python {platform.python_version()}"])}
+    write_own(Path(settings.log.folder) / "run.json", json.dumps(about, indent=2) + "\n")
+
+
+def write_step(folder: Path, gathered: Sequence[tuple[Any, int]], plan: StepPlan) -> None:
+    """Write a step's traces, also for Perfetto, and its figures by rank; `gathered` are trace and memory of each."""
+    written, memory = zip(*gathered, strict=True)
+    traces = [StepTrace.from_json(data) for data in written]
+    number = traces[0].step
+    folder.mkdir(parents=True, exist_ok=True)
+    write_chrome_trace(traces, folder / f"trace_step_{number}.json")
+    write_own(folder / f"step_{number}.json", json.dumps(written))
+    write_own(folder / f"ranks_{number}.json", json.dumps(rank_figures(plan, number, list(memory)).to_json()))
 
 
 def rank_figures(step: StepPlan, number: int, memory_bytes: list[int]) -> RankFigures:
