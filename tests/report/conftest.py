@@ -102,3 +102,9 @@ def make_traces() -> Callable[..., tuple[StepTrace, ...]]:
 @pytest.fixture(scope="session")
 def make_batch() -> Callable[..., PlannedBatch]:
     return planned
+
+
+@pytest.fixture(scope="session")
+def make_pages() -> Callable[[], tuple[PlannedBatch, ReportData, tuple[StepTrace, ...]]]:
+    """A planned batch, a report with two timelines and a trace, all of 8 ranks."""
+    return lambda: (sampled(8), report(8, timelines=2), traces(8))

@@ -1,9 +1,5 @@
 """The page in a browser, at 8 and at 512 ranks: it draws, answers to pointing, filtering and keys, and stays silent."""
 
-import json
-import os
-import shutil
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -19,37 +15,34 @@ from distca.report.page import write_page
 from distca.trace import StepTrace
 
 selenium = pytest.importorskip("selenium", reason="selenium is not installed; pip install selenium")
-from selenium import webdriver  # noqa: E402
 from selenium.webdriver.chrome.webdriver import WebDriver  # noqa: E402
 from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 from selenium.webdriver.support.ui import Select  # noqa: E402
 
-CHROMIUM = next((path for path in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if path), None)
-DRIVER = shutil.which("chromedriver")
-SWITCHES = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-            "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage",
-            "--window-size=1366,768")
+from tests.support.browser import (  # noqa: E402
+    CHROMIUM,
+    DRIVER,
+    NO_BROWSER,
+    PATIENCE_SECONDS,
+    asked_for,
+    open_page,
+    start_chromium,
+    until,
+)
+
 LANES = ("linear", "attention", "wait", "optimizer", "network")  # of the example, in display order
-PATIENCE_SECONDS = 60                                            # for machines that do much else
 
 pytestmark = [
     pytest.mark.browser,
-    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no Chromium with chromedriver here; "
-                       "apt-get install chromium chromium-driver"),
+    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=NO_BROWSER),
 ]
 
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebDriver]:
-    options = webdriver.ChromeOptions()
-    assert CHROMIUM is not None
-    options.binary_location = CHROMIUM
-    for switch in (*SWITCHES, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(switch)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER, log_output=os.devnull))
+    driver = start_chromium(tmp_path_factory.mktemp("profile"))
     yield driver
     driver.quit()
 
@@ -62,23 +55,12 @@ def show(browser: WebDriver, make_report: Callable[..., ReportData],
 
     def call(ranks: int, **options: int) -> WebDriver:
         write_page(make_report(ranks, **options), path)
-        browser.get(path.as_uri())
-        until(lambda: browser.execute_script("return document.documentElement.dataset.complete") == "true")
+        open_page(browser, path.as_uri())
         return browser
 
     yield call
     assert browser.get_log("browser") == []
-    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    asked = {message["params"]["request"]["url"] for message in messages
-             if message["method"] == "Network.requestWillBeSent" and message["params"]["documentURL"] == path.as_uri()}
-    assert {url for url in asked if not url.startswith(("data:", "blob:"))} == {path.as_uri()}
-
-
-def until(condition: Callable[[], object]) -> None:
-    stop = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < stop, "the page did not get there"
-        time.sleep(0.05)
+    assert asked_for(browser, path.as_uri()) == {path.as_uri()}
 
 
 def chart_data(browser: WebDriver, key: str) -> list[dict[str, Any]]:
@@ -266,8 +248,7 @@ def test_names_of_files_are_no_links(browser: WebDriver, make_report: Callable[.
     named = replace(data, comparison=(replace(first, name=evil), *others),
                     runs=(replace(run, series=((evil + label, values), *run.series[1:])),))
     write_page(named, tmp_path / "page.html")
-    browser.get((tmp_path / "page.html").as_uri())
-    until(lambda: browser.execute_script("return document.documentElement.dataset.complete") == "true")
+    open_page(browser, (tmp_path / "page.html").as_uri())
     links = browser.execute_script(
         "return [...document.querySelectorAll('a')].map(a => a.getAttribute('href') ?? a.getAttribute('xlink:href'))")
     assert links and all(link.startswith("#") for link in links)
