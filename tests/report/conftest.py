@@ -107,4 +107,4 @@ def make_batch() -> Callable[..., PlannedBatch]:
 @pytest.fixture(scope="session")
 def make_pages() -> Callable[[], tuple[PlannedBatch, ReportData, tuple[StepTrace, ...]]]:
     """A planned batch, a report with two timelines and a trace, all of 8 ranks."""
-    return lambda: (sampled(8), report(8, timelines=2), traces(8))
+    return lambda: (sampled(8), report(8, timelines=2, layers=3), traces(8, layers=3))

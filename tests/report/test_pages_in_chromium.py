@@ -35,6 +35,7 @@ from tests.support.browser import (  # noqa: E402
     CHROMIUM,
     DRIVER,
     NO_BROWSER,
+    PATIENCE_SECONDS,
     asked_for,
     open_page,
     start_chromium,
@@ -54,6 +55,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebDriver]:
     driver = start_chromium(tmp_path_factory.mktemp("profile"))
+    driver.set_script_timeout(PATIENCE_SECONDS)
     yield driver
     driver.quit()
 
@@ -69,8 +71,9 @@ def pages(batch: PlannedBatch, report: ReportData, traces: tuple[StepTrace, ...]
     step = plan_step([batch.plan.layout.lengths], MODELS["llama3-8b"], num_data=8, layers=(4,), ping_pong=False)
     ranks = rank_figures(step, 7, [10**9] * 8)
     measured = (Timeline("measured, step 7", traces),)
-    run = replace(report.runs[0], name="runs/one")
-    other = RunFigures(run.step[:100], ((LOSS, np.linspace(9, 3, 100)),), "runs/other")
+    run, = report.runs
+    run = RunFigures(run.step[40:60], tuple((label, values[40:60]) for label, values in run.series), "runs/one")
+    other = RunFigures(run.step[:10], ((LOSS, np.linspace(9, 3, 10)),), "runs/other")
     settings = (("run.steps", "300", "100"), ("run.seed", "0", "0"))
     one = ReportData("A run", verdict="It went well.", facts=(("model", "tiny"),), runs=(run,), ranks=ranks,
                      timelines=measured, waits=(Wait(3, "rank 1", 0.002, 0.5, 10**6),), detail=step_detail(7, ranks),

@@ -13,7 +13,7 @@ from typing import Any
 CHROMIUM = next((path for path in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if path), None)
 DRIVER = shutil.which("chromedriver")
 NO_BROWSER = "no Chromium with chromedriver here; apt-get install chromium chromium-driver"
-PATIENCE_SECONDS = 60                                            # for machines that do much else
+PATIENCE_SECONDS = 120                                           # for machines that do much else
 SWITCHES = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
             "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage",
             "--window-size=1366,768")
