@@ -15,6 +15,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import distca
+from distca.cli.check import check_command
 from distca.cli.checkpoint import checkpoint_app, export_command
 from distca.cli.doctor import doctor_command
 from distca.cli.plan import plan_command
@@ -54,6 +55,7 @@ def _root(
 
 
 app.add_typer(checkpoint_app, name="checkpoint")
+app.command("check")(check_command)
 app.command("doctor")(doctor_command)
 app.command("export")(export_command)
 app.command("plan")(plan_command)

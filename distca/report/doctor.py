@@ -32,11 +32,12 @@ NEXT = ("distca plan LENGTHS says what balancing saves, distca profile measures 
         "distca train examples/demo.toml trains")
 
 
-def report(ranks: list[Record]) -> Record:
-    """Return what `distca doctor --json` prints; no ranks: torch is not installed."""
+def report(ranks: list[Record], broken: str = "is not installed") -> Record:
+    """Return what `distca doctor --json` prints; no ranks: torch is `broken`."""
     missing = {extra: absent for extra, (_, packages) in EXTRAS.items() if (absent := [*filter(_is_absent, packages)])}
-    problems = [*_problems(ranks)] if ranks else ["torch is not installed: only plan, simulate and report run; run: "
-                                                  f"pip install {' '.join(EXTRAS['train'][1])}"]
+    problems = [*_problems(ranks)] if ranks else [
+        f"torch {broken}: only plan, simulate and report run; run: pip install "
+        f"{'' if 'torch' in missing.get('train', ()) else '--force-reinstall '}{' '.join(EXTRAS['train'][1])}"]
     links = {kind: {"links": len(some), "bandwidth": median(one["bandwidth"] for one in some),
                     "slowest_bandwidth": min(one["bandwidth"] for one in some),
                     "latency_seconds": median(one["latency_seconds"] for one in some)}

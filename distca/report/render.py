@@ -36,7 +36,9 @@ COLUMNS_NOTE = (
     "[dim]idle: share of the time in which ranks compute nothing. exposed: how much shorter the step would be if links "
     "took no time. memory: of the fullest GPU at its peak. work: attention seconds of the slowest rank, × mean. "
     "distca and disaggregated share attention over all GPUs; the others but the bound are baselines.[/dim]")
-BYTES_NOTE = "[dim]Bytes are what crosses ranks in one layer's forward pass, in bf16.[/dim]"
+BYTES_NOTE = (
+    "[dim]before: no balancing, every query on its own rank. after: by the plan. bytes: what crosses ranks in one "
+    "layer's forward pass, in bf16. tasks: pieces of attention; moved: computed on another rank.[/dim]")
 
 _BAR_WIDTH = 22
 _PROFILE_WIDTH = 64

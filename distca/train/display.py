@@ -19,6 +19,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
 from distca.train.run_log import RECENT, RunSummary, StepRecord, Tally, as_json, logged_records, open_log, trackers_for
 from distca.train.settings import Data, Settings
@@ -67,9 +68,12 @@ class Observer:
         """Count what earlier starts of the run logged up to step `last`, and say that the run goes on."""
         for record in logged_records(self.folder / "steps.jsonl"):
             self.tally.add(record)
+            self.display.remember(record)
         before = _written_summary(self.folder / "summary.json")
         known = before if before.get("last_step") == last else {}
-        self.start -= float(known.get("wall_seconds", self.tally.sums["seconds"]))
+        seconds = float(known.get("wall_seconds", self.tally.sums["seconds"]))
+        self.start -= seconds
+        self.display.start -= seconds
         steps = self.settings.run.steps
         self._print(f"This run had finished its {last:,} steps. It goes on to step {steps:,}, with learning rates of a "
                     f"schedule of {steps:,} steps." if known.get("ended") == FINISHED else
@@ -110,13 +114,15 @@ class _Lines:
     """Prints a line every `log.every` steps, after an evaluation and after the last step."""
 
     def __init__(self, settings: Settings, world: int, console: Console) -> None:
-        self.settings, self.console = settings, console
+        self.settings, self.console, self.start = settings, console, perf_counter()
         console.print(title(settings, world), markup=False, soft_wrap=True)
 
     def show(self, record: StepRecord) -> None:
         every, steps = self.settings.log.every, self.settings.run.steps
         if record.step % every == 0 or record.eval_loss is not None or record.step == steps:
             self.console.print(plain_line(record, steps), markup=False, soft_wrap=True)
+
+    def remember(self, record: StepRecord) -> None: ...
 
     def close(self) -> None: ...
 
@@ -133,6 +139,10 @@ class _LiveDisplay:
         self.live.start()
 
     def show(self, record: StepRecord) -> None:
+        self.remember(record)
+
+    def remember(self, record: StepRecord) -> None:
+        """Keep a step for the curve and the estimates; it may be of an earlier start."""
         self.recent.append(record)
         self.evaluated = self.evaluated if record.eval_loss is None else record
 
@@ -141,7 +151,7 @@ class _LiveDisplay:
 
     def panel(self) -> RenderableType:
         if not self.recent:
-            return Panel(f"starting, {clock(perf_counter() - self.start)}", title=self.title, title_align="left")
+            return Panel(Group(Text(self.title), f"starting, {clock(perf_counter() - self.start)}"))
         recent = list(self.recent)
         record = recent[-1]
         left = (self.steps - record.step) * sum(one.seconds for one in recent) / len(recent)
@@ -167,7 +177,7 @@ class _LiveDisplay:
             lines.add_row(name, text)
         bar = Table.grid(padding=(0, 1))
         bar.add_row(f"step {record.step:,}/{self.steps:,}", ProgressBar(self.steps, record.step, width=40))
-        return Panel(Group(bar, lines), title=self.title, title_align="left")
+        return Panel(Group(Text(self.title, style="bold"), bar, lines))  # text wraps where a panel's title would be cut
 
 
 def plain_line(record: StepRecord, steps: int) -> str:

@@ -42,7 +42,7 @@ from tests.support.browser import (  # noqa: E402
     until,
 )
 
-AXE = importlib.util.find_spec("axe_playwright_python")          # it carries axe.min.js; playwright is not used
+AXE = importlib.util.find_spec("axe_core_python")
 LOOKS = {"light and wide": ("light", 1280), "dark on a phone": ("dark", 420)}
 PAGES = ("plan", "strategies", "run", "two runs")
 
@@ -109,7 +109,7 @@ def look(browser: WebDriver, look: str) -> None:
 def findings(browser: WebDriver) -> list[str]:
     """What axe-core finds wrong; the page's policy does not bind what the driver runs."""
     if AXE is None or AXE.origin is None:
-        pytest.skip("axe-core is not here; pip install axe-playwright-python")
+        pytest.skip("axe-core is not here; pip install axe-core-python")
     browser.execute_script(Path(AXE.origin).with_name("axe.min.js").read_text(encoding="utf-8"))
     return browser.execute_async_script(
         "const done = arguments[0]; axe.run().then(found => done(found.violations.flatMap(one =>"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import distca
 from distca.cost.attention_time import shipped_table
 from distca.cost.work import RECOMPUTE, activation_bytes
 from distca.models import MODELS, model_named
@@ -129,6 +131,27 @@ def test_defaults_are_never_refused(model: str) -> None:
             found = settle(model, **typed({"gpus": gpus}, str(refused)))
         assert all(least_bytes(where, Costs.of(where.model, CLUSTER, where.tp, TABLE))[1] <= CLUSTER.memory_bytes
                    for where in found)
+
+
+def test_the_guide_says_what_is_chosen_and_refused() -> None:
+    guide = (Path(distca.__file__).parents[1] / "docs/guide/simulate.md").read_text(encoding="utf-8")
+    assert f"--strategies distca    # on {settle('deepseek-v3')[0].gpus} GPUs" in guide
+    with pytest.raises(UserError) as refusal:
+        settle("llama3-405b", gpus=4)
+    head, _, remedy = str(refusal.value).partition(": ")
+    assert f"distca: error: {head}: … ; give {remedy.partition('; give ')[2]}\n" in guide
+
+
+@pytest.mark.parametrize(("options", "remedy"), [
+    ({"gpus": 24, "tp": 8, "sequences": 1, "context": 1000}, {"context": 996}),
+    ({"gpus": 16, "sequences": 7, "micro_batches": (2,)}, {"sequences": 6}),
+    ({"model": "tiny", "gpus": 8, "pp": (4,)}, {"pp": (2,)})])
+def test_what_does_not_divide_names_a_number_that_does(options: dict[str, Any], remedy: dict[str, Any]) -> None:
+    options = {"model": "llama3-8b"} | options
+    with pytest.raises(UserError) as refusal:
+        settle(**options)
+    assert typed(options, str(refusal.value)) == options | remedy
+    assert settle(**options | remedy)
 
 
 @pytest.mark.slow

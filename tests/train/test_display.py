@@ -322,6 +322,16 @@ def test_more_of_a_finished_run_says_so(settings: Settings) -> None:
     assert "the newest checkpoint in 'saved' has all 4 of run.steps. For more, give --run.steps 8;" in _text(console)
 
 
+def test_the_panel_goes_on_with_the_curve_and_the_time(settings: Settings) -> None:
+    _observed(settings, _four()[:3], _console(), stopped=True)
+    summary = _folder(settings) / "summary.json"
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | {"wall_seconds": 7200.0}))
+    console = _console(terminal=True)
+    _observed(settings, _four()[3:], console)
+    assert f"loss            2.0000  {curve([5.0, 4.0, 3.0, 2.0])}" in _text(console)
+    assert "2:00:0" in _text(console).partition("about")[0] and "2:00:0" in _text(console).partition("Finished")[2]
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_memory_is_what_is_held_now_beside_the_peak(settings: Settings, terminal: bool) -> None:
     console = _console(terminal=terminal)
@@ -330,6 +340,17 @@ def test_memory_is_what_is_held_now_beside_the_peak(settings: Settings, terminal
     observer.close()
     assert "3 GB at the peak, 2 GB now" in _text(console)
     assert _steps(settings)[0]["memory_now_bytes"] == 2e9
+
+
+def test_a_narrow_terminal_cuts_no_name(settings: Settings) -> None:
+    chosen = settings.with_values({"attention.dedicated": 2, "parallel.pipeline": 2, "batch.tokens_per_rank": 2**20})
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None, highlight=False)
+    observer = Observer(chosen, 0, 10, console)
+    observer.step(RECORD)
+    observer.close()
+    text = _text(console)
+    assert "…" not in text and "10 ranks in 2 stages, 2 of them only serving attention" in text
+    assert "tokens a step, attention disaggregated" in " ".join(text.replace("│", " ").split())
 
 
 def test_the_end_names_the_export_of_what_was_saved(settings: Settings) -> None:
