@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
+from typing import Any
 
 import torch
 
@@ -43,7 +44,7 @@ class Call(ABC):
         self.plans, self.plan, self.shapes = plans, plan, shapes
         self.scores, self.keep, self.recorder, self.announce = scores, keep, recorder, announce
         self._prepared: Prepared | None = None
-        self._started: tuple[Exchange, Callable[[], UnderWay]] | None = None
+        self._started: tuple[Exchange, Callable[[], UnderWay], Any] | None = None
 
     @abstractmethod
     def dispatch(self, *row: torch.Tensor) -> None:
@@ -80,15 +81,18 @@ class Call(ABC):
         return self._prepared
 
     def _send(self, exchange: Exchange, tensors: Tensors, check: bool = False) -> None:
-        self._started = exchange, exchange.start(tensors, check)
+        moment = None if self.recorder is None else self.recorder.moment()
+        self._started = exchange, exchange.start(tensors, check), moment
 
     def _receive(self) -> Tensors:
         """Wait for the exchange and unpack the received and the local tensors."""
         assert self._started is not None
-        (exchange, last_hop), self._started = self._started, None
+        (exchange, last_hop, sent), self._started = self._started, None
         with self._noted("exchange", "wait", exchange.num_bytes) if exchange.moves else nullcontext():
             hop = last_hop()
             hop.wait()
+        if self.recorder is not None and exchange.moves:         # tells which rank sent last
+            self.recorder.note("exchange", "network", sent, exchange.num_bytes)
         return hop.unpack(streams=exchange.relay is not None)
 
     def _noted(self, name: str, lane: str, num_bytes: int = 0) -> AbstractContextManager[None]:

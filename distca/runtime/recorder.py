@@ -23,17 +23,21 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._spans: list[tuple[str, str, Any, Any, int]] = []
-        self._start = self._now()
+        self._start = self.moment()
 
     def begin_step(self) -> None:
         self._spans = []
-        self._start = self._now()
+        self._start = self.moment()
 
     @contextmanager
     def span(self, name: str, lane: str, num_bytes: int = 0) -> Iterator[None]:
-        start = self._now()
+        start = self.moment()
         yield
-        self._spans.append((name, lane, start, self._now(), num_bytes))
+        self.note(name, lane, start, num_bytes)
+
+    def note(self, name: str, lane: str, start: Any, num_bytes: int = 0) -> None:
+        """Record a span from `start`, a `moment`, until now."""
+        self._spans.append((name, lane, start, self.moment(), num_bytes))
 
     def end_step(self, rank: int, step: int) -> StepTrace:
         """Return the step's spans in seconds from its start; on a GPU, synchronize first.
@@ -49,7 +53,8 @@ class Recorder:
         others = [span for span in spans if span.lane != "linear"]
         return StepTrace(rank, step, tuple(sorted([*others, *linear], key=lambda span: span.start_seconds)))
 
-    def _now(self) -> Any:
+    def moment(self) -> Any:
+        """Return the current moment: of the clock, or of the GPU's current stream."""
         if self.device.type != "cuda":
             return perf_counter()
         event = torch.cuda.Event(enable_timing=True)

@@ -10,7 +10,6 @@ Only attention communicates, apart from FSDP, neighbouring pipeline stages and t
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import resource
@@ -34,7 +33,7 @@ from distca.runtime.liveness import TRIM_STEPS, Liveness, is_lost, one_worker_pe
 from distca.runtime.pipeline import Pipeline
 from distca.runtime.recorder import Recorder
 from distca.spec import ModelShape
-from distca.trace import StepTrace, write_chrome_trace
+from distca.trace import StepTrace
 from distca.train import launch
 from distca.train.agreement import Agreement, ServerSpeeds
 from distca.train.batches import Batch, Batches, Evaluation, StageWork, check_fills_a_batch
@@ -50,11 +49,11 @@ from distca.train.model.parallel import clip_grad_norm
 from distca.train.model.segment_runs import Offload, run_segments
 from distca.train.model.shape import DecoderShape, decoder_shape
 from distca.train.model.weight_gradients import WeightGradients
+from distca.train.report_files import write_about, write_step
 from distca.train.run_log import FolderLock, StepRecord, open_log_folder
 from distca.train.settings import Settings
 from distca.train.settings.preflight import compiles, device_for, dtype_for
 from distca.train.settings.schedule import pipeline_ticks
-from distca.validation import write_own
 
 LOG = logging.getLogger("distca")
 
@@ -179,6 +178,8 @@ class Trainer:
             signal.signal(number, self.ask_to_stop)
         self.settings = self.settings.with_values({"log.folder": on_first(self.open_log, self.trainers)})
         observer = Observer(self.settings, self.rank, self.world)
+        if self.rank == 0:
+            write_about(self.settings, self.world, self.batches.loader.model, self.device)
         try:
             while self.step < self.settings.run.steps and not self.agreed_to_stop():
                 record = self.one_step()
@@ -219,7 +220,7 @@ class Trainer:
             self.speeds.learn(batch.server_work, trace.seconds("attention"))
             self.batches.speed = self.speeds.for_plans
         if self.step == self.settings.log.trace_step:
-            self.write_trace(trace)
+            self.write_trace(trace, batch.plan)
         seconds = perf_counter() - began
         plan, summary, now = batch.plan, batch.summary, memory_now(self.device)
         return StepRecord(
@@ -307,14 +308,10 @@ class Trainer:
             self.finish_save()
         return self.stopping
 
-    def write_trace(self, trace: StepTrace) -> None:
-        gathered = gather_json(trace.to_json(), self.trainers)
+    def write_trace(self, trace: StepTrace, plan: StepPlan) -> None:
+        gathered = gather_json((trace.to_json(), memory_in_use(self.device)), self.trainers)
         if self.rank == 0:
-            folder = Path(self.settings.log.folder)
-            folder.mkdir(parents=True, exist_ok=True)
-            traces = [StepTrace.from_json(data) for data in gathered]
-            write_chrome_trace(traces, folder / f"trace_step_{trace.step}.json")
-            write_own(folder / f"step_{trace.step}.json", json.dumps(gathered))
+            write_step(Path(self.settings.log.folder), gathered, plan)
 
 
 def lasting(settings: Settings, shape: DecoderShape, dtype: torch.dtype) -> dict[str, Any]:

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 import distca
-from distca.cli.report import read_traces
 from distca.cli.simulate import simulate_command
 from distca.cost.attention_time import shipped_table
 from distca.models import model_named
 from distca.report.figures import byte_text
+from distca.report.runs import read_traces
 from distca.simulate.setting import settings
 from distca.simulate.strategies import STRATEGIES
 from distca.simulate.sweep import Question, compare
