@@ -10,8 +10,9 @@ import math
 import shlex
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, time
 from typing import TextIO
 
 from rich.console import Console, Group, RenderableType
@@ -20,7 +21,16 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from distca.train.run_log import RECENT, RunSummary, StepRecord, Tally, as_json, open_log, trackers_for
+from distca.train.run_log import (
+    RECENT,
+    LoggedBefore,
+    RunSummary,
+    StepRecord,
+    Tally,
+    as_json,
+    open_log,
+    trackers_for,
+)
 from distca.train.settings import Data, Settings
 from distca.validation import write_own
 
@@ -32,18 +42,23 @@ BARS = "▁▂▃▄▅▆▇█"
 class Observer:
     """Shows and logs every step's record until `close`, which restores the terminal."""
 
-    def __init__(self, settings: Settings, rank: int, world: int, console: Console | None = None) -> None:
-        self.settings = settings
+    def __init__(self, settings: Settings, rank: int, world: int, console: Console | None = None,
+                 restarts: tuple[int, int] = (0, 0)) -> None:
+        self.settings, self.restarts = settings, restarts
         self.active = rank == 0
         if not self.active:
             return
         self.console = console or Console(highlight=False)
         self.folder = Path(settings.log.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_own(self.folder / "settings.toml", settings.to_toml())
+        self.start, file = perf_counter(), self.folder / "settings.toml"
+        if restarts[0] and file.exists():
+            self.start -= time() - file.stat().st_mtime          # when the run was first started
+        else:
+            write_own(file, settings.to_toml())
         self.tally = Tally()
-        self.start = perf_counter()
         self.log: TextIO | None = None
+        self.before: LoggedBefore | None = None                  # what was logged before a restart
         self.trackers = trackers_for(settings, self.folder)
         live = self.console.is_terminal and not self.console.is_dumb_terminal
         self.display = (_LiveDisplay if live else _Lines)(settings, world, self.console)
@@ -52,7 +67,15 @@ class Observer:
         if not self.active:
             return
         if self.log is None:
-            self.log = open_log(self.folder / "steps.jsonl", record.step)
+            path = self.folder / "steps.jsonl"
+            if self.restarts[0]:
+                self.before = LoggedBefore.of(path, record.step, self.restarts[0])
+                for earlier in self.before.records:
+                    self.tally.add(earlier)
+            self.log = open_log(path, record.step)
+        if self.before is not None:
+            record = replace(record, restarts=self.before.restarts, restart_seconds=self.before.restart_seconds,
+                             repeated_steps=self.before.repeated_steps)
         self.log.write(json.dumps(as_json(record)) + "\n")
         self.log.flush()
         for tracker in self.trackers:
@@ -60,8 +83,11 @@ class Observer:
         self.tally.add(record)
         self.display.show(record)
 
-    def close(self, *, stopped: bool = False) -> RunSummary | None:
-        """End the display, write and print the summary, and return it; None without steps and on other ranks."""
+    def close(self, *, stopped: bool = False, restarting: bool = False) -> RunSummary | None:
+        """End the display, write and print the summary, and return it.
+
+        There is none without steps, on other ranks, and if the run goes on after a restart.
+        """
         if not self.active:
             return None
         self.display.close()
@@ -71,6 +97,8 @@ class Observer:
         for tracker in self.trackers:
             tracker.close(finished=stopped or (summary is not None and summary.last_step >= self.settings.run.steps))
         wall_seconds = perf_counter() - self.start
+        if restarting:
+            return None
         if summary is None:
             self.console.print("No step was left to take." if not stopped else "Stopped before the first step.")
             return None
@@ -138,6 +166,7 @@ class _LiveDisplay:
                         f"{_share(record.host_seconds, record.seconds)} for the batch"),
             ("memory", size(record.memory_bytes)),
             *([("epochs", epochs_text(record.epochs, self.data))] if record.epochs else []),
+            *([("restarts", restarts_text(record))] if record.restarts else []),
             ("optimizer", f"lr {record.lr:.2e}, gradient norm {record.grad_norm:.2f}"),
             ("time", f"{clock(perf_counter() - self.start)}, about {clock(left)} left"),
         ):
@@ -168,6 +197,7 @@ def summary_lines(
                  f"{min(summary.steps, RECENT)} steps"),
         *([("held out", f"{summary.eval_loss:.4f} at the last evaluation")] if summary.eval_loss is not None else []),
         *([("epochs", epochs_text(summary.epochs, settings.data))] if summary.epochs else []),
+        *([("restarts", restarts_text(summary))] if summary.restarts else []),
         ("speed", f"{summary.tokens_per_second:,.0f} tokens/s{used(summary.mfu)}"),
         ("computing", f"{100 * summary.attention_share:.1f} % of the steps in attention, "
                       f"{100 * summary.linear_share:.1f} % in linear layers"),
@@ -214,6 +244,11 @@ def epochs_text(epochs: Sequence[float], data: Data) -> str:
     """Return how often the data were taken, by source if there are several."""
     names = [f"{one.path} " if data.mix else "" for one in data.sources()]
     return ", ".join(f"{name}{taken:.3g}" for name, taken in zip(names, epochs, strict=True))
+
+
+def restarts_text(one: StepRecord | RunSummary) -> str:
+    return (f"{one.restarts}, which took {clock(one.restart_seconds or 0.0)} between steps and repeated "
+            f"{one.repeated_steps} steps")
 
 
 def used(mfu: float | None) -> str:

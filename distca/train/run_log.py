@@ -68,6 +68,9 @@ class StepRecord:
     tolerance: float | None = None  # the chosen one, if attention.tolerance is auto
     attention_seconds_max: float | None = None  # the slowest rank's, with attention.adapt
     server_speed: tuple[float, ...] | None = None  # [servers] relative to the median, with attention.adapt
+    restarts: int | None = None  # after which the run went on by itself; None before the first
+    restart_seconds: float | None = None  # of all restarts: from the last step before to the first step after
+    repeated_steps: int | None = None  # logged before a restart and computed again after it
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,9 @@ class RunSummary:
     linear_share: float = 0.0
     mfu: float | None = None  # over the time inside steps
     epochs: tuple[float, ...] | None = None  # of each source, at the end
+    restarts: int | None = None  # see StepRecord; a run that restarted is summed up from its first step on
+    restart_seconds: float | None = None
+    repeated_steps: int | None = None
 
     @property
     def work_gain(self) -> float:
@@ -138,6 +144,8 @@ class Tally:
             first_loss=self.first.loss, final_loss=self.last.loss, recent_loss=sum(self.recent) / len(self.recent),
             tokens_per_second=sums["tokens"] / seconds, memory_bytes=self.memory_bytes,
             bubble_share=self.last.bubble_share, eval_loss=self.eval_loss, epochs=self.last.epochs,
+            restarts=self.last.restarts, restart_seconds=self.last.restart_seconds,
+            repeated_steps=self.last.repeated_steps,
             mfu=None if self.last.mfu is None else self.used_seconds / seconds, **means, **shares)
 
 
@@ -145,6 +153,40 @@ def as_json(record: StepRecord | RunSummary) -> dict[str, float | list[float] | 
     """Return the fields that are not None, by name, with None for numbers that are not finite (JSON has none)."""
     return {name: list(value) if isinstance(value, tuple) else value if math.isfinite(value) else None
             for name, value in asdict(record).items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedBefore:
+    """What a run that restarted by itself had logged: the steps that stay, and what the next ones say of restarts."""
+
+    records: list[StepRecord]
+    restarts: int
+    restart_seconds: float
+    repeated_steps: int
+
+    @classmethod
+    def of(cls, path: Path, step: int, restarts: int) -> LoggedBefore:
+        """Read the log before its first step after the restart, which is `step`, is written."""
+        try:
+            lines, last = path.read_bytes().splitlines(), path.stat().st_mtime
+        except FileNotFoundError:
+            return cls([], restarts, 0.0, 0)
+        logged = [record for line in lines if (record := _record(line)) is not None]
+        before = logged[-1] if logged else None
+        kept = [record for record in logged if record.step < step]
+        seconds = (before and before.restart_seconds) or 0.0
+        repeated = (before and before.repeated_steps) or 0
+        return cls(kept, restarts, seconds + time.time() - last, repeated + len(logged) - len(kept))
+
+
+def _record(line: bytes) -> StepRecord | None:
+    """Return a line of the log as a record, with NaN for numbers that were not finite; None if it is none."""
+    try:
+        values: dict[str, Any] = {name: math.nan if value is None else tuple(value) if isinstance(value, list) else value
+                  for name, value in json.loads(line).items()}
+        return StepRecord(**values)
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return None
 
 
 def open_log(path: Path, step: int) -> TextIO:
