@@ -133,7 +133,13 @@ def restarts(environ: Mapping[str, str]) -> tuple[int, int]:
 def will_restart(error: BaseException | None) -> bool:
     """Return whether this error makes the launcher start all ranks again."""
     count, most = restarts(os.environ)
-    return error is not None and not isinstance(error, UserError | OSError) and count < most
+    return error is not None and not _is_final(error) and count < most
+
+
+def _is_final(error: BaseException) -> bool:
+    """Return whether a restart would meet this error again: a refusal or a full disk, but not the loss of a rank."""
+    lost = isinstance(error.__cause__, RuntimeError)             # of a checkpoint that could not be written
+    return isinstance(error, UserError | OSError) and not lost
 
 
 def rank_in(environ: Mapping[str, str]) -> RankEnv | None:
@@ -217,6 +223,14 @@ class _LocalRanks:
         self.settings, self.main = settings, main
         self.stop_signals: list[int] = []
         self.restarts = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget the ranks of the last start."""
+        self.processes: list[Any] = []
+        self.reports: list[Connection] = []
+        self.ended: dict[int, float] = {}  # rank -> time.time() of its end
+        self.memory_kills = MemoryKills.of(Path("/"))
 
     def run(self) -> int:
         before = self._handle_signals()
@@ -234,10 +248,7 @@ class _LocalRanks:
 
     def _run_once(self) -> int | None:
         """Start all ranks and wait for their end; return the exit code, or None if they are to be started again."""
-        self.processes: list[Any] = []
-        self.reports: list[Connection] = []
-        self.ended: dict[int, float] = {}  # rank -> time.time() of its end
-        self.memory_kills = MemoryKills.of(Path("/"))
+        self._begin()
         store = _loopback_store(self.settings.run.timeout_seconds)
         try:
             for rank in range(self.settings.run.ranks):
@@ -348,7 +359,7 @@ def _rank(settings: Settings, main: Main, env: RankEnv, count: int, reporter: Co
         code = main(_resuming(settings))
     except Exception as error:
         if isinstance(error, UserError | OSError) or _is_lost(error):
-            end_rank(str(error), 2 if isinstance(error, UserError) else 1, final=isinstance(error, UserError | OSError))
+            end_rank(str(error), 2 if isinstance(error, UserError) else 1, final=_is_final(error))
         end_rank(f"distca: rank {env.rank} failed:\n{traceback.format_exc()[-MAX_REPORT:]}".rstrip())
     reporter.close()
     _end_process(code)

@@ -182,9 +182,9 @@ class LoggedBefore:
 def _record(line: bytes) -> StepRecord | None:
     """Return a line of the log as a record, with NaN for numbers that were not finite; None if it is none."""
     try:
-        values: dict[str, Any] = {name: math.nan if value is None else tuple(value) if isinstance(value, list) else value
-                  for name, value in json.loads(line).items()}
-        return StepRecord(**values)
+        values: dict[str, Any] = json.loads(line)
+        return StepRecord(**{name: math.nan if value is None else tuple(value) if isinstance(value, list) else value
+                             for name, value in values.items()})
     except (ValueError, TypeError, AttributeError, RecursionError):
         return None
 

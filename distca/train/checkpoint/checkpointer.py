@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from distca.runtime.liveness import is_lost
 from distca.train.checkpoint import folder as folders
 from distca.train.checkpoint.files import Part, Reader, describe, local_part, part_of, tensor_table, write_file, writers
 from distca.train.checkpoint.folder import DamagedError, Manifest, cause, judge, step_folders, step_name
@@ -143,7 +142,7 @@ class Checkpointer:
         return self._writes[key]
 
     def finish(self) -> None:
-        """Wait until the save in flight is complete, or raise a SaveError, or the loss of another rank."""
+        """Wait until the save in flight is complete, or raise a SaveError. Needs the process group."""
         if self._pending is None:
             return
         (step, future), self._pending = self._pending, None
@@ -259,13 +258,11 @@ def with_files(manifest: Manifest, written: Sequence[Mapping[str, Any]]) -> Mani
 
 
 def wait_for_save(path: Path, future: Future[None], timeout_seconds: float) -> None:
-    """Wait until a save is complete; raise a SaveError, or the error of a collective whose peer was lost."""
+    """Wait until a save is complete, or raise a SaveError, whose cause is a RuntimeError if another rank was lost."""
     try:
         error = future.exception(timeout=2 * timeout_seconds)    # its collectives time out earlier
     except TimeoutError:
         error = OSError(f"it took longer than {2 * timeout_seconds:g} s (run.timeout_seconds)")
-    if isinstance(error, RuntimeError) and is_lost(error):
-        raise error
     if error is not None:
         raise SaveError(f"checkpoint {path} was not written: {' '.join(str(error).split())}") from error
 

@@ -94,7 +94,7 @@ class NeighbourCheckpoints:
         self._pending = self.folder / step_name(step), in_background(self._write, manifest, staged)
 
     def finish(self) -> None:
-        """Wait until the save in flight is complete, or raise a SaveError, or the loss of another rank."""
+        """Wait until the save in flight is complete, or raise a SaveError."""
         if self._pending is not None:
             (path, future), self._pending = self._pending, None
             wait_for_save(path, future, self.checkpoints.timeout_seconds)
