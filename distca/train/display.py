@@ -58,7 +58,7 @@ class Observer:
             write_own(file, settings.to_toml())
         self.tally = Tally()
         self.log: TextIO | None = None
-        self.before: LoggedBefore | None = None                  # what was logged before a restart
+        self.before = LoggedBefore()
         self.trackers = trackers_for(settings, self.folder)
         live = self.console.is_terminal and not self.console.is_dumb_terminal
         self.display = (_LiveDisplay if live else _Lines)(settings, world, self.console)
@@ -67,21 +67,22 @@ class Observer:
         if not self.active:
             return
         if self.log is None:
-            path = self.folder / "steps.jsonl"
-            if self.restarts[0]:
-                self.before = LoggedBefore.of(path, record.step, self.restarts[0])
-                for earlier in self.before.records:
-                    self.tally.add(earlier)
-            self.log = open_log(path, record.step)
-        if self.before is not None:
-            record = replace(record, restarts=self.before.restarts, restart_seconds=self.before.restart_seconds,
-                             repeated_steps=self.before.repeated_steps)
+            self.go_on(record.step)
+            self.log = open_log(self.folder / "steps.jsonl", record.step)
+        record = replace(record, **self.before.facts)
         self.log.write(json.dumps(as_json(record)) + "\n")
         self.log.flush()
         for tracker in self.trackers:
             tracker.step(record)
         self.tally.add(record)
         self.display.show(record)
+
+    def go_on(self, step: float) -> None:
+        """After a restart, sum up the steps before `step` too, which were logged before it."""
+        if self.restarts[0]:
+            self.before = LoggedBefore.of(self.folder / "steps.jsonl", step, self.restarts[0])
+            for record in self.before.records:
+                self.tally.add(record)
 
     def close(self, *, stopped: bool = False, restarting: bool = False) -> RunSummary | None:
         """End the display, write and print the summary, and return it.
@@ -93,7 +94,11 @@ class Observer:
         self.display.close()
         if self.log is not None:
             self.log.close()
+        else:
+            self.go_on(math.inf)
         summary = self.tally.summary()
+        if summary is not None:
+            summary = replace(summary, **self.before.facts)
         for tracker in self.trackers:
             tracker.close(finished=stopped or (summary is not None and summary.last_step >= self.settings.run.steps))
         wall_seconds = perf_counter() - self.start

@@ -21,7 +21,8 @@ import socket
 import tempfile
 import time
 from collections import deque
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from itertools import chain, count, takewhile
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -144,8 +145,6 @@ class Tally:
             first_loss=self.first.loss, final_loss=self.last.loss, recent_loss=sum(self.recent) / len(self.recent),
             tokens_per_second=sums["tokens"] / seconds, memory_bytes=self.memory_bytes,
             bubble_share=self.last.bubble_share, eval_loss=self.eval_loss, epochs=self.last.epochs,
-            restarts=self.last.restarts, restart_seconds=self.last.restart_seconds,
-            repeated_steps=self.last.repeated_steps,
             mfu=None if self.last.mfu is None else self.used_seconds / seconds, **means, **shares)
 
 
@@ -159,24 +158,22 @@ def as_json(record: StepRecord | RunSummary) -> dict[str, float | list[float] | 
 class LoggedBefore:
     """What a run that restarted by itself had logged: the steps that stay, and what the next ones say of restarts."""
 
-    records: list[StepRecord]
-    restarts: int
-    restart_seconds: float
-    repeated_steps: int
+    records: tuple[StepRecord, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)  # restarts, restart_seconds and repeated_steps from now on
 
     @classmethod
-    def of(cls, path: Path, step: int, restarts: int) -> LoggedBefore:
+    def of(cls, path: Path, step: float, restarts: int) -> LoggedBefore:
         """Read the log before its first step after the restart, which is `step`, is written."""
-        try:
-            lines, last = path.read_bytes().splitlines(), path.stat().st_mtime
-        except FileNotFoundError:
-            return cls([], restarts, 0.0, 0)
-        logged = [record for line in lines if (record := _record(line)) is not None]
-        before = logged[-1] if logged else None
+        logged: list[StepRecord] = []
+        seconds = 0.0
+        if path.exists():
+            logged = [record for line in path.read_bytes().splitlines() if (record := _record(line)) is not None]
+            seconds = time.time() - path.stat().st_mtime
         kept = [record for record in logged if record.step < step]
-        seconds = (before and before.restart_seconds) or 0.0
-        repeated = (before and before.repeated_steps) or 0
-        return cls(kept, restarts, seconds + time.time() - last, repeated + len(logged) - len(kept))
+        before = logged[-1] if logged else None
+        return cls(tuple(kept), {
+            "restarts": restarts, "restart_seconds": seconds + ((before and before.restart_seconds) or 0.0),
+            "repeated_steps": len(logged) - len(kept) + ((before and before.repeated_steps) or 0)})
 
 
 def _record(line: bytes) -> StepRecord | None:
