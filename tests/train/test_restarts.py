@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -61,6 +62,12 @@ def last_saved(folder: Path) -> dict[str, bytes]:
 
 def in_memory() -> set[str]:
     return {path.name for path in neighbour.MEMORY.glob("distca-*")}
+
+
+def children(pid: int, what: str) -> list[int]:
+    """The processes that a process started with these words in their command."""
+    pids = [pid for task in Path(f"/proc/{pid}/task").iterdir() for pid in (task / "children").read_text().split()]
+    return [int(pid) for pid in pids if what in Path(f"/proc/{pid}/cmdline").read_text()]
 
 
 @pytest.fixture(scope="module")
@@ -131,13 +138,34 @@ def test_killed_at_a_random_moment(whole: Path, tmp_path: Path, trial: int) -> N
                            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     for _ in range(chance.randrange(1, 4)):
         time.sleep(chance.uniform(1, 12))
-        ranks = [int(pid) for pid in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
-                 if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()] if run.poll() is None else []
+        ranks = children(run.pid, "spawn_main") if run.poll() is None else []
         if ranks:
             os.kill(chance.choice(ranks), signal.SIGKILL)
     _, error = run.communicate(timeout=300)
     assert run.returncode == 0 and "Traceback" not in error, error
     assert losses(tmp_path) == losses(whole) and last_saved(tmp_path) == last_saved(whole)
+    assert in_memory() == before
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_from_memory_too(whole: Path, tmp_path: Path) -> None:
+    before, path = in_memory(), tmp_path / "run.toml"
+    path.write_text(run_in(tmp_path, run__restarts=0).to_toml())
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    run = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
+                            "--max-restarts", "1", "--master-addr", "127.0.0.1", "--master-port", str(port),
+                            "-m", "distca", "train", str(path)], cwd=ROOT, text=True,
+                           stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                           env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"})
+    while not (tmp_path / "log/steps.jsonl").exists() or len(logged(tmp_path)) < 5:
+        assert run.poll() is None, run.communicate()
+        time.sleep(0.01)
+    os.kill(children(run.pid, "distca")[-1], signal.SIGKILL)
+    _, error = run.communicate(timeout=300)
+    assert run.returncode == 0 and "from host memory" in error, error
+    assert losses(tmp_path) == losses(whole) and last_saved(tmp_path) == last_saved(whole)
+    assert json.loads((tmp_path / "log/summary.json").read_text())["restarts"] == 1
     assert in_memory() == before
 
 

@@ -126,8 +126,6 @@ class NeighbourCheckpoints:
             self.finish()
         if self._leads:
             shutil.rmtree(self.folder, ignore_errors=True)
-        if self._rank == 0:
-            (self.checkpoints.folder / TOKEN).unlink(missing_ok=True)
 
     def _write(self, manifest: Manifest, staged: Sequence[tuple[Part, torch.Tensor]]) -> None:
         """Write and send a checkpoint, on the background thread; it succeeds or fails on all ranks together."""

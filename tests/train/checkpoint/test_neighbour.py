@@ -168,7 +168,7 @@ def test_only_the_newest_stays_and_nothing_after_the_end(one: tuple[Any, Neighbo
     copies.finish()
     assert [path.name for path in step_folders(copies.folder)] == ["step_00000003"]
     copies.close()
-    assert not copies.folder.exists() and not (copies.checkpoints.folder / neighbour.TOKEN).exists()
+    assert not copies.folder.exists()
 
 
 def test_forgetting_removes_what_the_token_names_and_nothing_else(one: tuple[Any, NeighbourCheckpoints],
