@@ -114,14 +114,16 @@ class Checkpointer:
 
     def stage(
         self, step: int, loader_state: Mapping[str, Any], hosts: Sequence[str] = (),
+        group: dist.ProcessGroup | None = None,
     ) -> tuple[Manifest, list[tuple[Part, torch.Tensor]]]:
         """Copy what this rank writes to host memory; return it with a manifest that lists no files yet.
 
         Ranks divide what several of them hold; with `hosts`, the host of each rank, only the ranks of one host do.
+        They agree on that over `group`, on which no save may be in flight; by default the checkpointer's.
         """
         with_optimizer = len(self.optimizer.state) > 0
         tensors, _ = named_tensors(self.model, self.optimizer, with_optimizer)
-        writes = self._writes_of(tensors, with_optimizer, hosts)
+        writes = self._writes_of(tensors, with_optimizer, hosts, group or self._group)
         rng = rng_states(self.model)
         tensors = {name: tensor for name, tensor in tensors.items() if name in writes}
         tensors |= {f"rng.{self._rank}.{kind}": state for kind, state in rng.items()}
@@ -130,12 +132,13 @@ class Checkpointer:
             folders.FORMAT, folders.VERSION, step, self._num_ranks, str(torch.__version__), self.run, with_optimizer,
             sorted(rng), json.loads(json.dumps(loader_state)), self.config, {}, {}), staged
 
-    def _writes_of(self, tensors: Mapping[str, torch.Tensor], with_optimizer: bool, hosts: Sequence[str]) -> set[str]:
+    def _writes_of(self, tensors: Mapping[str, torch.Tensor], with_optimizer: bool, hosts: Sequence[str],
+                   group: dist.ProcessGroup | None) -> set[str]:
         """Return the names that this rank writes; all ranks call this at the same time."""
         key = with_optimizer, bool(hosts)
         if key not in self._writes:
             by_rank = [[Part(*part) for part in parts] for parts in gather_json(
-                [part_of(*item) for item in tensors.items()], self._group)]
+                [part_of(*item) for item in tensors.items()], group)]
             sharing = [parts if not hosts or hosts[rank] == hosts[self._rank] else []
                        for rank, parts in enumerate(by_rank)]
             self._writes[key] = writers(sharing)[self._rank]

@@ -90,7 +90,7 @@ class NeighbourCheckpoints:
     def save(self, step: int, loader_state: Mapping[str, Any]) -> None:
         """Wait for the previous save, copy everything, then write and send it in the background."""
         self.finish()
-        manifest, staged = self.checkpoints.stage(step, loader_state, self._hosts)
+        manifest, staged = self.checkpoints.stage(step, loader_state, self._hosts, self._group)
         self._pending = self.folder / step_name(step), in_background(self._write, manifest, staged)
 
     def finish(self) -> None:

@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,36 @@ def test_a_restart_on_a_new_host_goes_on_bit_for_bit(tmp_path: Path, kind: str, 
     for state, after in values(run_processes(ranks, go_on, str(tmp_path), kind)):
         assert state == (2, {"at": 2})
         runs.assert_same(after, before)
+
+
+def save_beside_the_disk(transport: C10dTransport, folder: str) -> tuple[int, str]:
+    """Rank 0 is slow on the disk; meanwhile a checkpoint is saved in memory, the first one."""
+    pair, copies = opened(folder, "data", 0, 2)
+    write_file, finished = checkpoint.write_file, threading.Event()
+
+    def slow(path: Path, tensors: Any) -> Any:
+        if dist.get_rank() == 0 and "saved" in str(path):
+            assert finished.wait(20)
+        return write_file(path, tensors)
+
+    vars(checkpoint)["write_file"] = slow
+    runs.train(*pair, range(1, 2))
+    copies.checkpoints.save(1, {"at": 1})
+    runs.train(*pair, range(2, 3))
+    copies.save(2, {"at": 2})
+    copies.finish()
+    finished.set()
+    copies.checkpoints.finish()
+    state = copies.resume()
+    ended(copies)
+    assert state is not None
+    return state.step, runs.newest(Path(folder, "saved"), runs.build()[0]).name
+
+
+@pytest.mark.multiprocess
+def test_saving_in_memory_and_on_disk_do_not_mix(tmp_path: Path) -> None:
+    outcomes = run_processes(2, save_beside_the_disk, str(tmp_path))
+    assert values(outcomes) == [(2, "step_00000001")] * 2
 
 
 def whole_of(transport: C10dTransport, folder: str, kind: str) -> dict[str, torch.Tensor]:
