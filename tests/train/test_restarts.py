@@ -148,6 +148,22 @@ def test_killed_at_a_random_moment(whole: Path, tmp_path: Path, trial: int) -> N
 
 
 @pytest.mark.slow
+def test_a_rank_that_is_stopped_is_replaced_too(whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def stop() -> None:
+        while not (tmp_path / "log/steps.jsonl").exists() or len(logged(tmp_path)) < 5:
+            time.sleep(0.01)
+        os.kill(json.loads((tmp_path / "log/rank1.json").read_text())["pid"], signal.SIGSTOP)
+
+    settings = run_in(tmp_path)
+    Path(settings.log.folder).mkdir()
+    threading.Thread(target=stop, daemon=True).start()
+    assert launch(settings, mains.train_impatiently) == 0
+    assert losses(tmp_path) == losses(whole) and last_saved(tmp_path) == last_saved(whole)
+    error = capfd.readouterr().err
+    assert "rank 1 gave no sign of life for 5 s" in error and "restart 1 of 3" in error, error
+
+
+@pytest.mark.slow
 def test_torchrun_restarts_from_memory_too(whole: Path, tmp_path: Path) -> None:
     before, path = in_memory(), tmp_path / "run.toml"
     path.write_text(run_in(tmp_path, run__restarts=0).to_toml())
