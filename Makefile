@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 # Two files of tests at a time, a thread each: threads that spin for the same core take ten times as long.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test check lint bench paper sweep torchtitan clean
+.PHONY: demo test check lint site calculator bench paper sweep torchtitan clean
 
 demo: $(INSTALLED)
 	$(BIN)/distca train examples/demo.toml
@@ -40,12 +40,22 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# Into site/, without a network; with --strict a link that leads nowhere is an error.
+site: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo 'open site/index.html, or with search: $(BIN)/python -m http.server --bind 127.0.0.1 --directory site'
+
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/planner.py
 
 # Options after ARGS, as in `make paper ARGS='--quick'`.
 paper: $(INSTALLED)
 	$(BIN)/python benchmarks/check_paper.py $(ARGS)
+
+# The page that plans in a browser, as static files; its Python comes from npm once, and is then kept in build/.
+calculator: $(INSTALLED)
+	$(BIN)/python docs/calculator/build.py build/calculator
+	@echo 'open it with: $(BIN)/python -m http.server --bind 127.0.0.1 --directory build/calculator'
 
 torchtitan:
 	test -x $(VENV)-torchtitan/bin/python || $(PYTHON) -m venv $(VENV)-torchtitan
@@ -56,8 +66,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v >= (3, 11) else f"distca needs Python 3.11 or newer, found {v[0]}.{v[1]}; try: make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,plot,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,plot,site,dev]'
 	touch $(INSTALLED)
 
 clean:
-	rm -rf $(VENV) $(VENV)-torchtitan build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-torchtitan build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

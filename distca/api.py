@@ -85,10 +85,10 @@ def compare(
     model: str | ModelShape = "llama3-8b",
     cluster: str | ClusterShape = "dgx-h200",
     *,
-    gpus: int = 64,
+    gpus: int | None = None,
     context: int = 131_072,
-    tp: int = 8,
-    pp: int = 1,
+    tp: int | None = None,
+    pp: int | None = None,
     strategies: Sequence[str] = ("wlb_ideal", "distca"),
     lengths: str | Sequence[int] | np.ndarray = "prolong",
     batches: int = 1,
@@ -97,26 +97,27 @@ def compare(
     seed: int = 0,
     recompute: str = "auto",
     memory: float = 0.0,
-    ep: int = 1,
+    ep: int | None = None,
 ) -> Comparison:
     """Predict a training step under several strategies on the same documents, as `distca simulate` does.
 
+    `gpus`, `tp`, `pp` and `ep` that are None are chosen such that a step fits, beginning with 64 GPUs.
     `lengths` is the name of a sampler, or document lengths to draw from. `cost` defaults to the table measured on an
     H200. With `tolerance` "auto", the strategy `distca` chooses a tolerance on the first batches and keeps it.
     `recompute` is what backward recomputes: none, selective, full or offload, or auto for as little as fits. `memory`
     limits what our orders keep, in live micro-batches or in bytes. Experts are divided over `ep` GPUs of a stage.
     """
-    from distca.simulate.setting import setting
+    from distca.simulate.fitting import StepAsked, fitting_settings
     from distca.simulate.sweep import Question
     from distca.simulate.sweep import compare as run
     from distca.workload.sequences import Source
 
     machines = cluster_named(cluster) if isinstance(cluster, str) else cluster
-    where = setting(_shape(model), machines, gpus=gpus, context=context, tp=tp, pp=pp, recompute=recompute,
-                    memory=memory, ep=ep)
-    source = Source(lengths) if isinstance(lengths, str) else Source("lengths", np.asarray(lengths))
     table = shipped_table("h200") if cost is None else cost
-    return run(Question((where,), tuple(strategies), source, table, tolerance, batches, seed))
+    asked = StepAsked(gpus, tp, None if pp is None else (pp,), ep, context, recompute=recompute, memory=memory)
+    where = fitting_settings(_shape(model), machines, table, asked)
+    source = Source(lengths) if isinstance(lengths, str) else Source("lengths", np.asarray(lengths))
+    return run(Question(where, tuple(strategies), source, table, tolerance, batches, seed))
 
 
 def _predicted_on(cluster: str | ClusterShape, model: ModelShape, tp: int, cost: Cost | None) -> StepSeconds:

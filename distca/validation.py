@@ -39,6 +39,12 @@ MAX_DIGITS = 30
 _COUNT = re.compile(r"([+-]?)([0-9]+(?:_[0-9]+)*)(\.[0-9]+)?([kKmMgG]?)", re.ASCII)
 
 
+EXTRA_OF = {  # package -> the extra of pyproject.toml that brings it
+    "torch": "train", "safetensors": "train", "xxhash": "train", "pyarrow": "data", "jinja2": "data",
+    "zstandard": "data", "tokenizers": "text", "tensorboard": "tensorboard", "wandb": "wandb", "matplotlib": "plot",
+}
+
+
 class UserError(ValueError):
     """Refused user input; the message is one line that says what to do."""
 
@@ -77,6 +83,12 @@ def check_number(
     bounds = [f" above {above:g}" if above > -np.inf else "", f" of at least {least:g}" if least > -np.inf else "",
               f" of at most {most:g}" if most < MAX_NUMBER else ""]
     raise UserError(f"{field} is {short(value)}; give a finite number{' and'.join(filter(None, bounds))}")
+
+
+def to_install(*packages: str) -> str:
+    """Return the remedy for packages that are missing: what to run, and the extra that brings them."""
+    extra = EXTRA_OF.get(packages[0])
+    return f"run: pip install {' '.join(packages)}" + (f", or install distca with the extra {extra}" if extra else "")
 
 
 def check_name(field: str, value: Any) -> str:

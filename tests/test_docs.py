@@ -1,9 +1,8 @@
 """Pages that are made from something are what they are made from; links lead somewhere and options exist."""
 
-import importlib.util
+import ast
 import re
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,18 +11,11 @@ import typer
 import distca
 from distca.cli import app
 from distca.train.settings import known_settings
+from tests.support.modules import load
 
 ROOT = Path(distca.__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w.-]*\w")
-
-
-def load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_measured_page_is_what_the_results_say() -> None:
@@ -46,6 +38,46 @@ def test_tables_are_those_of_the_package(mark: str) -> None:
     made = load(ROOT / "docs/make_tables.py")
     page = (ROOT / made.TABLES[mark][0]).read_text(encoding="utf-8")
     assert f"<!-- {mark} -->" in page and page == made.page(mark), "run: python docs/make_tables.py"
+
+
+FIGURES = load(ROOT / "docs/make_figures.py")
+NUMBER = re.compile(r"-?\d+\.?\d*")
+
+
+@pytest.mark.parametrize("name", sorted(FIGURES.FIGURES))
+def test_drawings_are_those_of_the_code_and_the_results(name: str) -> None:
+    """Word for word, and number for number within 0.2 of a pixel: another CPU may round a prediction differently."""
+    kept, made = FIGURES.path(name).read_text(encoding="utf-8"), FIGURES.FIGURES[name]()
+    assert NUMBER.sub("#", kept) == NUMBER.sub("#", made), "run: python docs/make_figures.py"
+    for one, other in zip(NUMBER.findall(kept), NUMBER.findall(made), strict=True):
+        assert abs(float(one) - float(other)) <= 0.2, "run: python docs/make_figures.py"
+
+
+def test_the_front_pages_step_is_the_median_of_its_batches() -> None:
+    step = FIGURES.step
+    ratios = {seed: home.seconds / ours.seconds for seed in range(step.SEEDS)
+              for home, ours in [step.simulated(seed)]}
+    assert sorted(ratios, key=ratios.__getitem__)[step.SEEDS // 2] == step.SEED
+    assert f"Of {step.SEEDS} sampled" in " ".join((ROOT / "docs/index.md").read_text(encoding="utf-8").split())
+
+
+def test_messages_that_are_explained_are_messages_of_the_package() -> None:
+    """What a table has in backticks before its first bar, between its ellipses, is a part of a text in the code."""
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "distca").rglob("*.py")]
+    texts = [node.value for source in sources for node in ast.walk(ast.parse(source))
+             if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    page = (ROOT / "docs/reference/messages.md").read_text(encoding="utf-8").partition("## It runs, but")[0]
+    rows = "".join(re.findall(r"^\| ([^|]+) \|", page, re.MULTILINE))
+    said = [message for message in re.findall(r"`([^`]+)`", rows) if not message.startswith("distca ")]
+    assert len(said) > 20
+    for message in said:
+        for part in re.split("…|N|: |; ", message):
+            assert any(part.strip(" ()") in text for text in texts), f"{message}: {part}"
+
+
+def test_every_drawing_of_a_page_is_made_by_code() -> None:
+    drawn = {name for page in PAGES for name in re.findall(r"images/(\w+)\.svg\)", page.read_text(encoding="utf-8"))}
+    assert drawn == set(FIGURES.FIGURES)
 
 
 def test_every_module_says_why_it_exists() -> None:

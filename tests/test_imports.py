@@ -38,6 +38,7 @@ MAY_IMPORT = {  # the left of every arrow in DESIGN.md
     "profiling": _RUNTIME,
     "train": _RUNTIME | {"corpus", "baselines", "simulate"},      # a step is timed before it is run
     "integrations": _RUNTIME,
+    "check": _RUNTIME | {"data", "integrations"},
 }
 MAY_IMPORT_ALL = {"__init__", "__main__", "api", "cli"}
 WITHOUT_TORCH = _PLANNING | {"trace", "corpus", "baselines", "simulate", "dispatch", "report", "api", "cli"}

@@ -39,8 +39,9 @@ class Case:
                 "data": self.data}
 
     def settings(self) -> tuple[Setting, ...]:
-        """All pipelines with one or two sequences a micro-batch, at least as many micro-batches as stages."""
-        counts = (1,) if self.pipelines == (1,) else tuple(dict.fromkeys((self.sequences, self.sequences // 2)))
+        """All pipelines with 1, 2, 4, … sequences a micro-batch, at least as many micro-batches as stages."""
+        whole = [self.sequences >> halved for halved in range(5) if self.sequences % (1 << halved) == 0]
+        counts = (1,) if self.pipelines == (1,) else whole
         return tuple(
             setting(model_named(self.model), cluster_named(CLUSTER), gpus=self.nodes * TP, context=self.context, tp=TP,
                     pp=pp, sequences=self.sequences, micro_batches=count)

@@ -15,6 +15,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import distca
+from distca.cli.check import check_command
 from distca.cli.checkpoint import checkpoint_app, export_command
 from distca.cli.doctor import doctor_command
 from distca.cli.plan import plan_command
@@ -22,10 +23,21 @@ from distca.cli.profile import profile_command
 from distca.cli.report import report_command
 from distca.cli.simulate import simulate_command
 from distca.cli.train import TRAIN_USAGE, train_command
-from distca.validation import UserError, plain
+from distca.validation import EXTRA_OF, UserError, plain, to_install
 
 MAX_LINE = 2000  # characters of an error
 OURS = "This is a mistake in distca, not in what you gave. Please report it with the lines above and the command."
+
+TO_DO = """distca balances attention over ranks. What would you like to do?
+
+  see what balancing gains on your lengths     distca plan lengths.txt --ranks 16
+  predict whole steps on a cluster             distca simulate --gpus 64
+  train a decoder                              distca train --ranks 2
+  balance attention in your own trainer        distca.integrations: enable(model), or distca.PackedAttention
+  see a run or a prediction as a page          distca report runs/latest
+
+Without lengths of your own, plan takes a sampler: distca plan prolong. distca doctor examines this machine.
+distca -h lists all commands, and distca COMMAND -h the options of one."""
 
 app = typer.Typer(pretty_exceptions_enable=False, help="Balance attention over ranks.",
                   context_settings={"help_option_names": ["-h", "--help"]})
@@ -38,10 +50,11 @@ def _root(
     if version:
         print(distca.__version__)
     elif context.invoked_subcommand is None:
-        print(context.get_help())
+        print(TO_DO)
 
 
 app.add_typer(checkpoint_app, name="checkpoint")
+app.command("check")(check_command)
 app.command("doctor")(doctor_command)
 app.command("export")(export_command)
 app.command("plan")(plan_command)
@@ -69,6 +82,9 @@ def run(commands: Callable[..., Any], name: str, arguments: Sequence[str] | None
     except Exception as error:
         if isinstance(error, OSError | UserError):
             _fail(str(error))
+        package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        if package in EXTRA_OF:
+            _fail(f"this needs {package}, which is not installed; {to_install(package)}")
         if hasattr(error, "format_message"):  # an error of click, or of the copy of click in typer
             _fail(error.format_message())
         traceback.print_exc()

@@ -6,6 +6,7 @@ A file is a distribution from which batches are dealt. If it has fewer tokens th
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from os.path import exists  # unlike Path's, false for lengths that are too many for a name
 from pathlib import Path
 
 import numpy as np
@@ -141,7 +142,7 @@ def _read_named(source: str, reading: Reading, progress: Progress, field: str = 
     if _are_typed(source):
         return check_lengths([length_of_text(part, f"{field}, length {number},")
                               for number, part in enumerate(_typed(source), 1)])
-    if source == STDIN or (source and Path(source).exists()):
+    if source == STDIN or exists(source):
         return read_source(source, reading, progress)
     names = (*SAMPLERS, STANDARD_LIBRARY)
     if Path(source).name != source or Path(source).suffix:
@@ -152,7 +153,7 @@ def _read_named(source: str, reading: Reading, progress: Progress, field: str = 
 
 def _are_typed(source: str) -> bool:
     """Whether SOURCE is a list of lengths, separated by commas or spaces, and not the name of a file."""
-    return all(map(is_count, _typed(source))) and not Path(source).exists()
+    return all(map(is_count, _typed(source))) and not exists(source)
 
 
 def _typed(source: str) -> list[str]:

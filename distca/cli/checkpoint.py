@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -39,6 +40,8 @@ def verify_command(folder: Folder) -> None:
             num_bytes = sum(facts.num_bytes for facts in manifest.files.values())
             print(f"{path.name}  good: {len(manifest.tensors)} tensors in {len(manifest.files)} files, "
                   f"{num_bytes:,} bytes")
+    print("Next: restore what is not good, or remove it; runs resume from the newest good one." if bad else
+          f"Next: distca export {shlex.quote(str(folder))} my-model writes the weights for Hugging Face.")
     raise typer.Exit(1 if bad else 0)
 
 
@@ -67,9 +70,11 @@ def export_command(
 
     Reads checkpoints of any mesh, one tensor at a time, without a GPU. OUT appears only when it is complete.
     """
+    say(f"distca export: reading {plain(str(checkpoint))} …")
     found = checkpoints_in(checkpoint)
     from distca.train.checkpoint.export import DTYPES, export_newest
 
     if dtype and dtype not in DTYPES:
         raise UserError(f"--dtype is {dtype!r}; choose one of: {', '.join(DTYPES)}")
     export_newest(found, out, dtype=dtype or None)
+    print(f"Next: AutoModelForCausalLM.from_pretrained({str(out)!r}) opens it.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -17,7 +18,7 @@ import typer
 import distca
 from distca.cli.options import number, progress, say
 from distca.report.doctor import page, report
-from distca.train.launch import rank_in, report_end, run_ranks, this_rank
+from distca.train.launch import quiet_torch, rank_in, report_end, run_ranks, this_rank
 from distca.train.settings import Settings
 from distca.train.settings.checks import check_settings
 from distca.train.settings.preflight import device_for
@@ -38,24 +39,33 @@ def doctor_command(
     env = rank_in(os.environ)
     if env is None or env.rank == 0:
         say("distca doctor: loading torch …")
-    if find_spec("torch") is None:
-        raise typer.Exit(_show(report([]), as_json))
+    if (broken := _without_torch()) is not None:
+        raise typer.Exit(_show(report([], broken), as_json))
     settings = Settings().with_values({"run.timeout_seconds": timeout_seconds, "run.device": device})
     check_settings(settings)
     if env is not None:
         code = run_ranks(settings, partial(examine_rank, as_json=as_json))
-        distca.end_process(code)                                 # importing it loads torch, which a rank quiets first
-    ranks = check_whole("ranks", _local_ranks(device) if ranks is None else ranks, most=MAX_LOCAL_RANKS)
+        distca.end_process(code)
+    import torch
+
+    usual = 2 if device_for(settings, 0).type == "cpu" else torch.cuda.device_count()
+    ranks = check_whole("ranks", usual if ranks is None else ranks, most=MAX_LOCAL_RANKS)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "report.json"
         code = run_ranks(settings.with_values({"run.ranks": ranks}), partial(examine_rank, as_json=as_json, file=file))
         raise typer.Exit(code or _show(json.loads(file.read_text(encoding="utf-8")), as_json))
 
 
-def _local_ranks(device: str) -> int:
-    import torch
-
-    return 2 if device == "cpu" or not torch.cuda.is_available() else torch.cuda.device_count()
+def _without_torch() -> str | None:
+    """Return why torch cannot be imported; None if it can be."""
+    if find_spec("torch") is None:
+        return "is not installed"
+    quiet_torch()
+    try:
+        importlib.import_module("torch")
+    except (ImportError, OSError, RuntimeError) as error:        # often a library that torch is linked with is missing
+        return f"cannot be imported ({(str(error).splitlines() or [type(error).__name__])[0]})"
+    return None
 
 
 def examine_rank(settings: Settings, *, as_json: bool, file: Path | None = None) -> int:

@@ -35,6 +35,8 @@ Format = Annotated[str | None, typer.Option(
     "--format", help=f"What the file is where its name does not say: {', '.join(FORMATS)}.")]
 Tokenizer = Annotated[str | None, typer.Option(
     help="A tokenizer.json, or a folder with one: lengths are then those of the texts, as `text` or --column say.")]
+Split = Annotated[str | None, typer.Option(
+    help="Which split of a folder that holds several, such as train; every file's name or folder says its split.")]
 T = TypeVar("T")
 
 
@@ -104,11 +106,8 @@ def plot_writer(option: str, path: Path | None) -> Callable[[PlannedBatch], None
     if path is None:
         return lambda _: None
     check_output(option, path, PLOT_SUFFIXES)
-    try:
-        from distca.report.plots import save_plot
-    except ModuleNotFoundError as error:
-        raise UserError(f"{option} needs {error.name}, which is not installed; run: pip install {error.name}"
-                        ) from None
+    from distca.report.plots import save_plot
+
     return _writer(option, path, PLOT_SUFFIXES, save_plot)
 
 

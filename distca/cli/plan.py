@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -19,6 +22,7 @@ from distca.cli.batches import (
     DEFAULT_BATCHES,
     DEFAULT_RANKS,
     DEFAULT_TOKENS_PER_RANK,
+    MAX_TOKENS,
     SOURCE_HELP,
     BatchesAsked,
     DealtBatches,
@@ -29,6 +33,7 @@ from distca.cli.options import (
     Column,
     Format,
     OnProgress,
+    Split,
     Tokenizer,
     number,
     one_source,
@@ -37,6 +42,7 @@ from distca.cli.options import (
     progress,
     tolerance_option,
 )
+from distca.corpus.files import STDIN
 from distca.corpus.lengths import Reading
 from distca.cost.attention_time import AttentionTime
 from distca.cost.mixed_pool import MixedTime, find_cost, time_of
@@ -51,10 +57,16 @@ from distca.report.planned_batches import PlannedBatches
 from distca.report.render import print_batches
 from distca.simulate.costs import TABLE_CLUSTER
 from distca.simulate.execute import step_seconds
+from distca.simulate.fitting import DEFAULT_CONTEXT, StepAsked, fitting_context, fitting_settings
 from distca.spec import ModelShape
 from distca.validation import MAX_RANKS, UNITS_HELP, UserError, check_whole
+from distca.workload.documents import SAMPLERS
 from distca.workload.packing import PLACEMENTS, pack
 from distca.workload.topology import Topology
+
+SIMULATED_BATCHES = 2  # in the command for whole steps, which then takes seconds
+TABLE = "h200"
+DEFAULTS = (("data", "prolong"), ("model", "llama3-8b"), ("seed", 0))  # of distca simulate
 
 
 def plan_command(
@@ -64,7 +76,7 @@ def plan_command(
         f"what makes the model's step quickest by --cost on --cluster, {AUTO_HELP}.")] = DEFAULT_TOLERANCE,
     tp: Annotated[int, number("Tensor-parallel size: heads are divided by it.")] = 1,
     placement: Annotated[str, typer.Option(
-        help="; ".join(f"{name}: {one.help}" for name, one in PLACEMENTS.items()) + ".")] = "given",
+        help="; ".join(f"{name}: {one.help}" for name, one in PLACEMENTS.items()) + ".")] = "balanced",
     dedicated: Annotated[int, number("Servers that own no tokens, besides the ranks.")] = 0,
     ranks_per_node: Annotated[int | None, number(
         "Ranks that share a node: work leaves a node only as far as the tolerance demands. Flat unless given.")] = None,
@@ -83,6 +95,7 @@ def plan_command(
     column: Column = None,
     format_: Format = None,
     tokenizer: Tokenizer = None,
+    split: Split = None,
     seed: Annotated[int | None, typer.Option(help="Of a sampler, or of a file's order; 0 unless given.")] = None,
     max_document: Annotated[int | None, number("Cut longer documents to this many tokens.")] = None,
     no_spanning: Annotated[bool, typer.Option(
@@ -93,19 +106,21 @@ def plan_command(
     html: Annotated[Path | None, typer.Option(
         help="Also write a report page, which opens offline; of several batches the worst.")] = None,
 ) -> None:
-    """Plan the core attention of batches and show it before and after."""
+    """Say how much faster balancing makes attention, over no balancing, and what has to travel for it."""
     check_whole("dedicated", dedicated, least=0, most=MAX_RANKS, why="as many servers as a plan has been tried with")
     asked = BatchesAsked(one_source(source), ranks, tokens_per_rank, seed, max_document, batches, whole, no_spanning,
-                         Reading(format_, column, tokenizer))
+                         Reading(format_, column, tokenizer, split))
     draw, write_page = plot_writer("plot", plot), page_writer("html", html)
     pool = plan_pool(model, tp, tolerance, dedicated, placement, cost, ranks_per_node, cluster)
     planned = plan_asked(asked, pool)
     draw(planned.shown)
     write_page(planned.page())
+    whole_step = simulate_line(asked, pool, planned, {"model": model, "cluster": cluster, "cost": cost})
     if as_json:
-        print(json.dumps(planned.as_json()))
+        print(json.dumps(planned.as_json() | {"next": whole_step}))
     else:
         print_batches(planned, Console())
+        print(f"\nNext: whole steps on the same lengths, against the best baselines:\n  {whole_step}")
         if plot:
             print(f"Drawn in {plot}.")
         if html:
@@ -214,6 +229,32 @@ def plan_batch(
                   topology=None if topology is None else topology.first(ranks))
     found = PlannedBatch.of(plan, source, before=before, backward=backward, placement=pool.placement, invalid=invalid)
     return replace(found, plan_seconds=plan_seconds, placement_used=planned.placement, tried=planned.tried)
+
+
+def simulate_line(
+    asked: BatchesAsked, pool: PlanPool, planned: PlannedBatches, names: Mapping[str, str | None]
+) -> str:
+    """Return the `distca simulate` command for whole steps on the same lengths, on as many ranks if one fits there."""
+    source, shown, reading = asked.source, planned.shown, asked.reading
+    options: dict[str, Any] = {"data": source, **names, **asdict(reading), "seed": asked.seed}
+    context = DEFAULT_CONTEXT
+    if source not in SAMPLERS:
+        longest = shown.plan.layout.lengths.max() if planned.corpus is None else planned.corpus.longest
+        context = options["context"] = fitting_context(min(int(longest), asked.max_document or MAX_TOKENS))
+    each = None if shown.tokens_per_rank == DEFAULT_TOKENS_PER_RANK else max(round(shown.tokens_per_rank / context), 1)
+    sequences = None if each is None else each * shown.num_ranks  # None: as many as simulate takes by itself
+    machines, table = find_cluster(names["cluster"] or TABLE_CLUSTER), find_cost(names["cost"] or TABLE)
+    gpus = shown.num_ranks * pool.tp
+    alone = StepAsked(gpus, context=context)
+    for tried in (replace(alone, tp=pool.tp, sequences=sequences), replace(alone, tp=pool.tp), alone):
+        with suppress(UserError):
+            fitting_settings(pool.model, machines, table, tried)
+            options |= {"gpus": tried.gpus, "tp": tried.tp, "sequences": tried.sequences}
+            break
+    options["batches"] = SIMULATED_BATCHES
+    given = [(name, value) for name, value in options.items() if value is not None and (name, value) not in DEFAULTS]
+    line = " ".join(["distca simulate", *(f"--{name} {shlex.quote(str(value))}" for name, value in given)])
+    return f"… | {line}" if source == STDIN else line
 
 
 def _validation_error(plan: Plan) -> str | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from distca.cli.options import check_output, number, progress, say
-from distca.validation import MAX_LOCAL_RANKS, UNITS_HELP, UserError, check_whole
+from distca.validation import MAX_LOCAL_RANKS, UNITS_HELP, check_whole
 
 
 def profile_command(
@@ -31,15 +32,14 @@ def profile_command(
     if max_kv_len is not None:
         check_whole("max_kv_len", max_kv_len)
     say("distca profile: loading torch …")
-    try:
-        from distca import profiling
-        from distca.profiling.network import measure_network
-    except ModuleNotFoundError as error:
-        raise UserError(f"profile needs {error.name}, which is not installed; run: pip install {error.name}") from None
+    from distca import profiling
+    from distca.profiling.network import measure_network
+
     chosen = profiling.settings(device, model, tp, kernel, max_kv_len, quick)
     network = measure_network(chosen.device, ranks)
     if network.measures_the_rest:
         with progress(chosen.num_updates) as update:
             table = profiling.profile(chosen, update, network.cost)
         table.save(output)
-        print(*profiling.describe(table), f"Written to {output}.", sep="\n")
+        print(*profiling.describe(table), f"Written to {output}.",
+              f"Next: distca plan LENGTHS --cost {shlex.quote(str(output))} plans with these seconds.", sep="\n")

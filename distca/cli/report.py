@@ -72,7 +72,7 @@ def report_command(
         metavar="SOURCE", help="Also plan this batch and show it; what `distca plan` takes as SOURCE.")] = None,
     model: Annotated[str, typer.Option(help="Named model of --plan.")] = "llama3-8b",
     tolerance: Annotated[float, typer.Option(help="Tolerance of --plan.")] = 0.05,
-    placement: Annotated[str, typer.Option(help=f"Placement of --plan: {' or '.join(PLACEMENTS)}.")] = "given",
+    placement: Annotated[str, typer.Option(help=f"Placement of --plan: {' or '.join(PLACEMENTS)}.")] = "balanced",
     ranks: Annotated[int | None, number("Ranks of --plan.")] = None,
     tokens_per_rank: Annotated[int | None, number("Tokens per rank of --plan.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of --plan's sampler, or of a file's order.")] = None,
@@ -97,7 +97,7 @@ def report_command(
         facts=(*(fact for _, log in logs for fact in log.facts), *data.facts), comparison=comparison,
         timelines=_timelines(logs, predicted, step), verdict=verdict(comparison) or data.verdict,
         run=next((log.run for _, log in logs if log.run is not None), None)))
-    print(f"Written to {out}.")
+    print(f"Written to {out}. Open it in a browser.")
 
 
 def _timelines(logs: list[tuple[Path, RunLog]], predicted: Path | None, step: int | None) -> tuple[Timeline, ...]:

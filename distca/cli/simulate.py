@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +18,8 @@ from distca.cli.options import (
     AUTO_HELP,
     Column,
     Format,
+    OnProgress,
+    Split,
     Tokenizer,
     check_output,
     counts,
@@ -34,8 +36,9 @@ from distca.models import model_named
 from distca.report.figures import ReportData, Timeline, comparison_page, ours_and_best_baseline, strategies_of, verdict
 from distca.report.render import print_comparison
 from distca.simulate.execute import Step
+from distca.simulate.fitting import DEFAULT_CONTEXT, DEFAULT_GPUS, StepAsked, fitting_context, fitting_settings
 from distca.simulate.outcomes import Comparison, Outcome
-from distca.simulate.setting import parse_memory, settings
+from distca.simulate.setting import parse_memory
 from distca.simulate.strategies import NAMES
 from distca.simulate.sweep import Question, compare, replay
 from distca.spec import CLUSTERS
@@ -43,23 +46,27 @@ from distca.trace import write_chrome_trace
 from distca.validation import UNITS_HELP, check_whole, write_own
 from distca.workload.sequences import Source
 
-DEFAULT_CONTEXT = 131_072
 MAX_WORKERS = 1024
 
 
 def simulate_command(
     model: Annotated[str, typer.Option(help="Named model.")] = "llama3-8b",
-    gpus: Annotated[int, number(f"GPUs in all. {UNITS_HELP}")] = 64,
+    gpus: Annotated[int | None, number(
+        f"GPUs in all; {DEFAULT_GPUS}, or as many more as the model needs. {UNITS_HELP}")] = None,
     context: Annotated[int | None, number(
         f"Tokens of a sequence; {DEFAULT_CONTEXT}, or what the longest document of a file reaches.")] = None,
-    tp: Annotated[int, number("Tensor-parallel size; a pool rank is this many GPUs.")] = 8,
-    pp: Annotated[str, typer.Option(
-        help="Pipeline stages; with several, as in 2,4, each strategy keeps its best.")] = "1",
-    ep: Annotated[int, number("GPUs of a stage over which a layer's experts are divided.")] = 1,
+    tp: Annotated[int | None, number(
+        "Tensor-parallel size; a pool rank is this many GPUs. By default a node's, as far as it divides.")] = None,
+    pp: Annotated[str | None, typer.Option(
+        help="Pipeline stages; 1, or as many as it takes to fit. With several, as in 2,4, each strategy keeps its best."
+    )] = None,
+    ep: Annotated[int | None, number(
+        "GPUs of a stage over which a layer's experts are divided; 1, or as many as it takes to fit.")] = None,
     data: Annotated[str, typer.Option(metavar="SOURCE", help=SOURCE_HELP)] = "prolong",
     column: Column = None,
     format_: Format = None,
     tokenizer: Tokenizer = None,
+    split: Split = None,
     batches: Annotated[int, typer.Option(help="Sampled batches.")] = 30,
     strategies: Annotated[str, typer.Option(help=f"All, or some of: {', '.join(NAMES)}.")] = "all",
     tolerance: Annotated[Any, tolerance_option(f"0.05, of which distca chooses {AUTO_HELP} for the run.")] = "auto",
@@ -76,73 +83,93 @@ def simulate_command(
     seed: Annotated[int, typer.Option(help="Of the sampled batches.")] = 0,
     workers: Annotated[int | None, typer.Option(help="Processes; as many as there are cores.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
-    trace: Annotated[Path | None, typer.Option(
-        help="Also write the first batch's timeline, for `distca report --predicted`, and beside it trace_FILE for "
-             "Perfetto.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Also write the first batch's timeline, for "
+        "`distca report --predicted`, and beside it trace_FILE for Perfetto.")] = None,
     html: Annotated[Path | None, typer.Option(help="Also write a report page, which opens offline.")] = None,
 ) -> None:
-    """Predict a training step under every strategy, on the same documents."""
+    """Predict how much faster a step gets, over the best baseline on the same documents, and its memory."""
     check_whole("seed", seed, least=0)
     check_whole("batches", batches, most=MAX_BATCHES, why=BATCHES_WHY)
     check_whole("workers", 1 if workers is None else workers, most=MAX_WORKERS, why="one process for each core")
-    if trace is not None:
-        check_output("trace", trace)
-    write_page = page_writer("html", html)
+    outputs = Outputs.to(trace, html)
+    names = NAMES if strategies == "all" else tuple(name.strip() for name in strategies.split(","))
     with progress(batches + 2) as update:
         update("reading documents")
-        source = read_lengths(data, Reading(format_, column, tokenizer), lambda read: update(f"{read:,} documents", 0))
-        grid = settings(
-            model_named(model), find_cluster(cluster), gpus=gpus, tp=tp, pp=counts("pp", pp), sequences=sequences,
-            context=default_context(source) if context is None else context,
-            micro_batches=None if micro_batches is None else counts("micro_batches", micro_batches),
-            recompute=recompute, memory=parse_memory(memory), ep=ep)
-        names = NAMES if strategies == "all" else tuple(name.strip() for name in strategies.split(","))
-        question = Question(grid, names, source, find_cost(cost), tolerance, batches, seed)
+        source = read_lengths(data, Reading(format_, column, tokenizer, split),
+                              lambda read: update(f"{read:,} documents", 0))
+        asked = StepAsked(
+            gpus, tp, _several("pp", pp), ep, _context(source) if context is None else context, sequences,
+            _several("micro_batches", micro_batches), recompute, parse_memory(memory))
+        table = find_cost(cost)
+        grid = fitting_settings(model_named(model), find_cluster(cluster), table, asked)
+        question = Question(grid, names, source, table, tolerance, batches, seed)
         if note := question.costs(grid[0]).attention.note:
             print(f"distca: {note}", file=sys.stderr)
-        update("simulating")
+        update("trying all choices")
         comparison = compare(question, workers=workers or os.cpu_count() or 1, update=update)
-        if trace or html:
-            update("drawing timelines", 0)
-            _write_timelines(question, comparison, trace, write_page if html else None)
+        outputs.write(question, comparison, update)
+    show(comparison, outputs, as_json)
+
+
+def show(comparison: Comparison, outputs: Outputs, as_json: bool) -> None:
+    """Print the answer, the files that were written, and what to do next."""
     if as_json:
         print(json.dumps({**comparison.as_json(), "verdict": verdict(strategies_of(comparison))}))
         return
     print_comparison(comparison, Console())
-    if trace is not None and comparison.outcomes:
-        print(f"Timeline of {comparison.outcomes[-1].name} in {trace}, for Perfetto in trace_{trace.name}.")
-    if html is not None:
-        print(f"Written to {html}.")
+    print()
+    if outputs.trace is not None and comparison.outcomes:
+        print(f"Timeline of {comparison.outcomes[-1].name} in {outputs.trace}, for Perfetto in "
+              f"trace_{outputs.trace.name}.")
+    if outputs.html is not None:
+        print(f"Written to {outputs.html}.")
+    drawn = "" if outputs.html else "--html gain.html draws both timelines; "
+    print(f"Next: {drawn}distca train trains so, and distca.integrations balances attention in your own trainer.")
 
 
-def default_context(source: Source) -> int:
-    """Return the longest document's tokens, rounded down to a multiple of 128, at most 128K."""
-    if source.lengths is None:
-        return DEFAULT_CONTEXT
-    longest = int(source.lengths.max())
-    return min(DEFAULT_CONTEXT, longest // 128 * 128 or longest)
+def _context(source: Source) -> int:
+    return DEFAULT_CONTEXT if source.lengths is None else fitting_context(int(source.lengths.max()))
 
 
-def _write_timelines(
-    question: Question, comparison: Comparison, trace: Path | None, write_page: Callable[[ReportData], None] | None
-) -> None:
-    """Replay the first batch under the last strategy (ours, if it ran) and, for the page, under the best baseline."""
-    page = comparison_page(comparison)
-    if comparison.outcomes:
-        shown = comparison.outcomes[-1]
-        step = replay(question, shown)
+def _several(field: str, text: str | None) -> tuple[int, ...] | None:
+    return None if text is None else tuple(counts(field, text))
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Files to write besides the answer; None for those that nobody asked for."""
+
+    trace: Path | None
+    html: Path | None
+    write_page: Callable[[ReportData], None]
+
+    @classmethod
+    def to(cls, trace: Path | None, html: Path | None) -> Outputs:
+        """Check the paths before the long computation."""
         if trace is not None:
-            write_own(trace, json.dumps([one.to_json() for one in step.traces]))
-            write_chrome_trace(step.traces, trace.with_name(f"trace_{trace.name}"))
-        timelines = [_timeline(shown, step)]
-        _, best = ours_and_best_baseline(page.comparison)
-        if write_page is not None and best is not None and best.name != shown.name:
-            baseline = comparison.outcome(best.name)
-            timelines.insert(0, _timeline(baseline, replay(question, baseline)))
-        page = replace(page, timelines=tuple(timelines), memory=step.memory,
-                       memory_capacity_bytes=comparison.setting.cluster.memory_bytes)
-    if write_page is not None:
-        write_page(page)
+            check_output("trace", trace)
+        return cls(trace, html, page_writer("html", html))
+
+    def write(self, question: Question, comparison: Comparison, update: OnProgress) -> None:
+        """Replay the first batch under the last strategy (ours, if it ran) and, for the page, the best baseline."""
+        if self.trace is None and self.html is None:
+            return
+        update("drawing timelines", 0)
+        page = comparison_page(comparison)
+        if comparison.outcomes:
+            shown = comparison.outcomes[-1]
+            step = replay(question, shown)
+            if self.trace is not None:
+                write_own(self.trace, json.dumps([one.to_json() for one in step.traces]))
+                write_chrome_trace(step.traces, self.trace.with_name(f"trace_{self.trace.name}"))
+            timelines = [_timeline(shown, step)]
+            _, best = ours_and_best_baseline(page.comparison)
+            if self.html is not None and best is not None and best.name != shown.name:
+                baseline = comparison.outcome(best.name)
+                timelines.insert(0, _timeline(baseline, replay(question, baseline)))
+            page = replace(page, timelines=tuple(timelines), memory=step.memory,
+                           memory_capacity_bytes=comparison.setting.cluster.memory_bytes)
+        self.write_page(page)
 
 
 def _timeline(outcome: Outcome, step: Step) -> Timeline:

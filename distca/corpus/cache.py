@@ -7,7 +7,8 @@ settings therefore have another folder. It holds
     tokens.bin   uint16 if the vocabulary has at most 65,536 tokens, otherwise int32
     stops.bin    int64: where each document ends in tokens.bin
     loss.bin     a byte for each token, 1 if it is in the loss; no byte if all are
-    index.jsonl  what the tokens depend on, then sizes and checksums of one chunk per line, then that it is complete
+    index.jsonl  what the tokens depend on, then sizes and checksums of one chunk per line, then that it is complete;
+                 each line is a list of that and its own checksum
 
 One process writes, under a lock, and others wait for it. A chunk's line is written when its bytes are on the disk. So a
 killed run loses at most one chunk: the next run reads the source up to there, and tokenizes only the rest. Ranks of a
@@ -40,10 +41,11 @@ from distca.corpus.records import RawDocuments
 from distca.corpus.tokenizers import Item, Tokens, in_groups
 from distca.validation import UserError, open_own, write_own
 
-FORMAT = 1               # raise it when the same source and settings give other tokens or other files
+FORMAT = 2               # raise it when the same source and settings give other tokens or other files
 COLUMNS = ("tokens.bin", "stops.bin", "loss.bin")
 INDEX = "index.jsonl"
 COMPLETE = {"complete": True}
+Facts = Mapping[str, Any]
 CHUNK_TOKENS = 2**24
 GROUPS_AHEAD = 2         # groups that are tokenized while the documents of another are stored
 SAMPLES, SAMPLE_BYTES = 16, 2**16  # of a file's content in the hash
@@ -114,10 +116,11 @@ def in_memory(raw: RawDocuments[Any], vocab: int | None) -> ArrayCorpus:
     return _corpus([np.frombuffer(file.getbuffer(), np.uint8) for file in files], vocab)
 
 
-def cached(cache: Cache, facts: Mapping[str, Any], raw: RawDocuments[Any], vocab: int | None) -> ArrayCorpus:
-    """Map the tokens that the cache has for these facts; tokenize the documents first if it has none."""
-    key = hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
-    folder = Path(cache.folder).expanduser() / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', Path(raw.name).name)[:40]}-{key}"
+def cached(cache: Cache, about: Callable[[], Facts], raw: RawDocuments[Any], vocab: int | None) -> ArrayCorpus:
+    """Map the tokens that the cache has for the facts `about` the documents; tokenize these first if it has none."""
+    facts = about()
+    name = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', Path(raw.name).name)[:40]}-{_checksum(facts)}"
+    folder = Path(os.path.expanduser(cache.folder), name)
     itemsize = np.dtype(_token_type(vocab)).itemsize
     chunks, complete = _read_index(folder, facts)
     if complete and cache.verify and (damage := _damage(folder, itemsize, chunks)) is not None:
@@ -133,7 +136,7 @@ def cached(cache: Cache, facts: Mapping[str, Any], raw: RawDocuments[Any], vocab
                     fcntl.flock(lock, fcntl.LOCK_EX)
                 chunks, complete = _read_index(folder, facts)    # another process may have written it
                 if not complete:
-                    _write(folder, facts, raw, vocab, chunks)
+                    _write(folder, facts, about, raw, vocab, chunks)
         except OSError as error:
             raise UserError(f"data.cache is {cache.folder!r}, where {folder} cannot be written ({error.strerror}); "
                             "make room, or name another folder: finished chunks are kept") from None
@@ -212,7 +215,7 @@ def _tokenized(raw: RawDocuments[Item], skip: int = 0) -> Iterator[tuple[int, li
             yield num_items, documents.result()
 
 
-def _write(folder: Path, facts: Mapping[str, Any], raw: RawDocuments[Any], vocab: int | None,
+def _write(folder: Path, facts: Facts, about: Callable[[], Facts], raw: RawDocuments[Any], vocab: int | None,
            chunks: list[Chunk]) -> None:
     """Tokenize what the folder lacks, and append it to `chunks`, of which only the good ones are kept."""
     itemsize = np.dtype(_token_type(vocab)).itemsize
@@ -224,7 +227,7 @@ def _write(folder: Path, facts: Mapping[str, Any], raw: RawDocuments[Any], vocab
         files = [stack.enter_context(open(folder / name, "ab")) for name in COLUMNS]
         for file, size in zip(files, done.column_bytes(itemsize), strict=True):
             file.truncate(size)
-        write_own(folder / f"{INDEX}.new", "".join(json.dumps(line) + "\n" for line in (facts, *chunks)))
+        write_own(folder / f"{INDEX}.new", "".join(map(_line, (facts, *chunks))))
         os.replace(folder / f"{INDEX}.new", folder / INDEX)
         index = stack.enter_context(open_own(folder / INDEX, "a"))
         columns = _Columns(files, raw.name, vocab, done)
@@ -235,7 +238,7 @@ def _write(folder: Path, facts: Mapping[str, Any], raw: RawDocuments[Any], vocab
                 os.fsync(file.fileno())
             sums = _sums(folder, itemsize, chunks[-1] if chunks else Chunk(), columns.done)
             chunks.append(columns.done._replace(sums=sums))
-            index.write("".join(json.dumps(line) + "\n" for line in (chunks[-1], *more)))
+            index.write("".join(map(_line, (chunks[-1], *more))))
             index.flush()
             os.fsync(index.fileno())
 
@@ -243,10 +246,13 @@ def _write(folder: Path, facts: Mapping[str, Any], raw: RawDocuments[Any], vocab
             columns.add(num_items, documents)
             if columns.done.tokens - (chunks[-1].tokens if chunks else 0) >= CHUNK_TOKENS:
                 end_chunk()
+        if about() != facts:
+            (folder / INDEX).unlink()
+            raise UserError(f"{raw.name} changed while it was tokenized; begin again when nothing writes to it")
         end_chunk(COMPLETE)
 
 
-def _read_index(folder: Path, facts: Mapping[str, Any]) -> tuple[list[Chunk], bool]:
+def _read_index(folder: Path, facts: Facts) -> tuple[list[Chunk], bool]:
     """Return the chunks up to a line that is torn or missing, and whether they are the whole corpus."""
     path = folder / INDEX
     with named_errors(str(path)):
@@ -258,11 +264,21 @@ def _read_index(folder: Path, facts: Mapping[str, Any]) -> tuple[list[Chunk], bo
     return chunks, lines[1 + len(chunks):] == [COMPLETE]
 
 
+def _line(value: Any) -> str:
+    return json.dumps([value, _checksum(value)]) + "\n"
+
+
 def _parsed(line: bytes) -> Any:
+    """Return the value of a line of the index, None if the line is torn or damaged."""
     try:
-        return json.loads(line) if line.endswith(b"\n") else None
-    except (ValueError, RecursionError):
+        value, checksum = json.loads(line)
+    except (ValueError, TypeError, RecursionError):
         return None
+    return value if line.endswith(b"\n") and checksum == _checksum(value) else None
+
+
+def _checksum(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()
 
 
 def _damage(folder: Path, itemsize: int, chunks: Sequence[Chunk]) -> tuple[int, str] | None:

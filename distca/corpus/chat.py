@@ -23,7 +23,7 @@ import numpy as np
 
 from distca.corpus.tables import Record
 from distca.corpus.tokenizers import TextTokenizer, Tokens, in_groups, json_object, tokenizer_file
-from distca.validation import UserError, plain, read_text, short
+from distca.validation import UserError, plain, read_text, short, to_install
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MARKS = "__generation_marks__"                      # variable of the rendering context
@@ -129,7 +129,7 @@ def compile_template(source: str, special_tokens: dict[str, str]) -> ChatTemplat
         environment = _environment()
     except ImportError:
         raise UserError("data.content is 'chat' but the package jinja2, which chat templates are written for, is not "
-                        "installed; run: pip install jinja2") from None
+                        f"installed; {to_install('jinja2')}") from None
     from jinja2.nodes import ExtensionAttribute
 
     try:

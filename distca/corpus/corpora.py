@@ -199,11 +199,14 @@ def open_corpus(
                          opened)
     if not cache.folder:
         return in_memory(raw, checked_vocab)
-    files = (table_files(path, split=split, split_option="data.split") if source == "table" else
-             input_files(path, "jsonl" if source == "jsonl" else ""))
-    facts = {"format": FORMAT, "source": source, "content": content, "field": field, "vocab": checked_vocab,
-             "files": len(files), "digest": digest_of(files), "tokenizer": tokenizer_facts(tokenizer, is_chat)}
-    return cached(cache, facts, raw, checked_vocab)
+
+    def about() -> dict[str, Any]:
+        files = (table_files(path, split=split, split_option="data.split") if source == "table" else
+                 input_files(path, "jsonl" if source == "jsonl" else ""))
+        return {"format": FORMAT, "source": source, "content": content, "field": field, "vocab": checked_vocab,
+                "files": len(files), "digest": digest_of(files), "tokenizer": tokenizer_facts(tokenizer, is_chat)}
+
+    return cached(cache, about, raw, checked_vocab)
 
 
 def hold_out(whole: Corpus, fraction: float, seed: int) -> tuple[Corpus, Corpus]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from distca.validation import UserError, plain
+from distca.validation import UserError, plain, to_install
 
 STDIN = "-"
 SUFFIXES = {".csv": "csv", ".tsv": "tsv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".npy": "npy",
@@ -244,8 +244,8 @@ def _frames(head: bytes, name: str) -> Callable[[], Any] | None:
         return cast(Callable[[], Any], importlib.import_module("compression.zstd").ZstdDecompressor)
     with suppress(ImportError):
         return cast(Callable[[], Any], importlib.import_module("zstandard").ZstdDecompressor().decompressobj)
-    raise UserError(f"{name} is Zstandard, which needs Python 3.14 or the package zstandard; run: pip install "
-                    "zstandard")
+    raise UserError(f"{name} is Zstandard, which needs Python 3.14 or the package zstandard; "
+                    f"{to_install('zstandard')}")
 
 
 def _is_text(content: bytes) -> bool:

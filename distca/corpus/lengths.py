@@ -48,6 +48,7 @@ NUMBERS_PER_BATCH = 2**18
 NO_TOKENIZER = "is text; give --tokenizer with its tokenizer.json, or a column of lengths"
 TEXT_REMEDY = "give UTF-8 text, or say with --format what it is"
 
+_NO_FRACTION = re.compile(r"\.0*$", re.ASCII)  # of whole numbers that a tool wrote as floats
 _DIGITS = re.compile(r"[0-9]{1,18}", re.ASCII)
 _HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 
@@ -62,6 +63,7 @@ class Reading:
     format: str | None = None      # one of FORMATS, compressed or not
     column: str | None = None      # column of a table, or key of JSON objects
     tokenizer: str | None = None   # path of a tokenizer.json, for texts
+    split: str | None = None       # of a folder that holds several
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,10 @@ def read_source(
             raise UserError(f"column is {short(reading.column)}; give the name of a column")
         wanted = Wanted(reading.column, None if reading.tokenizer is None else
                         open_tokenizer(reading.tokenizer, "--tokenizer", special_tokens=True))
-        parts = (_read_folder(Path(name), wanted) if name != STDIN and Path(name).is_dir()
+        is_folder = name != STDIN and Path(name).is_dir()
+        if reading.split is not None and not is_folder:
+            raise UserError(f"split is {short(reading.split)} but only folders have splits; leave --split out")
+        parts = (_read_folder(Path(name), wanted, reading.split or "") if is_folder
                  else _read_file(name, reading.format, wanted))
         return parts if isinstance(parts, Workload) else _joined(parts, progress)
 
@@ -112,9 +117,9 @@ def standard_library_lengths() -> IntArray:
 
 
 def length_of_text(text: str, where: str) -> int:
-    """Return a length as people type it, such as 4096 or 128k."""
+    """Return a length as people type it, such as 4096 or 128k, or as tools write it, such as 4096.0."""
     try:
-        length = parse_count(where, text.strip())
+        length = parse_count(where, _NO_FRACTION.sub("", text.strip()))
     except UserError:
         raise bad_length(where, text) from None
     if not 1 <= length <= MAX_LENGTH:
@@ -135,17 +140,17 @@ def _read_file(name: str, format_: str | None, wanted: Wanted) -> Workload | Ite
     return _table_lengths([Path(name)], wanted)
 
 
-def _read_folder(folder: Path, wanted: Wanted) -> Iterator[IntArray]:
-    """Read a dataset of `save_to_disk`, shards of tables, or shards of JSON lines."""
+def _read_folder(folder: Path, wanted: Wanted, split: str) -> Iterator[IntArray]:
+    """Read a dataset of `save_to_disk`, shards of tables, or shards of JSON lines; if it has several splits, one."""
     found = files.files_below(folder, max_entries=MAX_ENTRIES)
     if tables.is_dataset(folder) or any(file.suffix in tables.TABLE_SUFFIXES for file in found):
-        yield from _table_lengths(tables.table_files(folder), wanted)
+        yield from _table_lengths(tables.table_files(folder, split=split, split_option="--split"), wanted)
         return
     shards = [file for file in found if format_of(file.name) == "jsonl"]
     if not shards:
         raise UserError("a directory without data; give a file, or a folder with .parquet, .arrow or .jsonl files or "
                         "a dataset that was saved to disk")
-    for file in shards:
+    for file in tables.of_split(folder, shards, split, "--split"):
         with _named(str(file)):
             parts = _read_text(str(file), "jsonl", wanted)
             assert not isinstance(parts, Workload), "JSON lines are no workload"
@@ -221,7 +226,7 @@ def _read_json(blocks: Iterator[LineBlock], wanted: Wanted) -> Workload | Iterat
         raise UserError(f"holds {short(content)}; give a JSON list of lengths or of objects, or a workload")
     if any(isinstance(value, dict) for value in content):
         return iter([_record_lengths(content, wanted, lambda index: f"lengths[{index}]")])
-    return iter([check_lengths(content)])
+    return iter([check_lengths([_whole(value) for value in content])])
 
 
 def _parsed(text: str) -> Any:
@@ -285,7 +290,7 @@ def _value_lengths(values: Sequence[Any], wanted: Wanted, where: Where) -> IntAr
     found: list[int] = []
     texts: list[str] = []
     of_texts: list[int] = []  # index in `found` of each of `texts`
-    for index, value in enumerate(values):
+    for index, value in enumerate(map(_whole, values)):
         if isinstance(value, str):
             if wanted.tokenizer is None:
                 raise UserError(f"{where(index)} {NO_TOKENIZER}")
@@ -312,17 +317,33 @@ def _counted(texts: Sequence[str], wanted: Wanted) -> list[int]:
     return [len(ids) for group in groups if wanted.tokenizer for ids in wanted.tokenizer.documents(group)]
 
 
+def _whole(value: Any) -> Any:
+    """Return a whole number that was written as a float, as an integer; other values pass unchanged."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _checked(array: np.ndarray, where: Where) -> IntArray:
+    """Check an array of lengths; floats must be whole numbers."""
+    if array.dtype.kind == "f":
+        bad = ~((np.abs(array) <= MAX_LENGTH) & (array == np.rint(array)))
+        if bad.any():
+            raise bad_length(where(int(bad.argmax())), float(array[bad.argmax()]))
+        array = array.astype(np.int64)
+    return check_lengths(array, most=MAX_CORPUS_DOCUMENTS, where=where)
+
+
 def _array_lengths(array: np.ndarray) -> IntArray:
-    if array.ndim != 1 or array.dtype.kind not in "iu":
+    if array.ndim != 1 or array.dtype.kind not in "iuf":
         raise UserError(f"an array of {array.dtype} with shape {array.shape}; give whole numbers in one dimension")
-    return check_lengths(array, most=MAX_CORPUS_DOCUMENTS)
+    return _checked(array, lambda index: f"lengths[{index}]")
 
 
 def _table_lengths(shards: Sequence[Path], wanted: Wanted) -> Iterator[IntArray]:
     """Yield the lengths of one column of parquet or Arrow files, batch by batch."""
     names, types = tables.column_types(shards[0])
     column = wanted.choose(names)
-    is_number = tables.pyarrow().types.is_integer(types[names.index(column)])
+    kinds, kind = tables.pyarrow().types, types[names.index(column)]
+    is_number = kinds.is_integer(kind) or kinds.is_floating(kind)
     for some in tables.read_columns(shards, [column], option="--column",
                                     batch_records=NUMBERS_PER_BATCH if is_number else tables.RECORDS_PER_BATCH):
         yield _column_lengths(some, column, wanted)
@@ -333,8 +354,8 @@ def _column_lengths(some: tables.Records, column: str, wanted: Wanted) -> IntArr
     if values.null_count:
         record = int(np.flatnonzero(np.asarray(values.is_null()))[0])
         raise UserError(f"{some.where(record)} has nothing under {short(column)}; drop it, or give another --column")
-    if kinds.is_integer(values.type):
-        return check_lengths(values.to_numpy(zero_copy_only=False), where=lambda at: f"{column}[{some.first + at}]")
+    if kinds.is_integer(values.type) or kinds.is_floating(values.type):
+        return _checked(values.to_numpy(zero_copy_only=False), lambda at: f"{column}[{some.first + at}]")
     if kinds.is_list(values.type) or kinds.is_large_list(values.type) or kinds.is_fixed_size_list(values.type):
         lengths = np.asarray(values.value_lengths()).astype(np.int64)
         return lengths[lengths > 0]

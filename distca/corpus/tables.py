@@ -22,7 +22,7 @@ import numpy as np
 from numpy.lib.format import open_memmap, read_array
 
 from distca.corpus.files import STDIN, chunks, files_below, input_files, named_errors, numbered_lines, parse_json_line
-from distca.validation import UserError, is_count, plain, read_json, short
+from distca.validation import UserError, is_count, plain, read_json, short, to_install
 
 RECORDS_PER_BATCH = 1_024
 DOCUMENTS_PER_BATCH = 64  # documents may be megabytes
@@ -105,10 +105,15 @@ def table_files(path: str | Path, *, split: str = "", split_option: str = "") ->
     if len({file.suffix for file in found}) > 1:
         raise UserError(f"{path}: a folder with both {' and '.join(TABLE_SUFFIXES)} files in it; name one kind's own "
                         "folder")
+    return of_split(path, found, split, split_option)
+
+
+def of_split(folder: Path, files: Sequence[Path], split: str, split_option: str) -> list[Path]:
+    """Return the files of the split, or all if the folder has one split only."""
     by_split: dict[str, list[Path]] = {}
-    for file in found:
-        by_split.setdefault(split_of(file.relative_to(path)), []).append(file)
-    return by_split[_chosen(path, list(by_split), split, split_option)]
+    for file in files:
+        by_split.setdefault(split_of(file.relative_to(folder)), []).append(file)
+    return by_split[_chosen(folder, list(by_split), split, split_option)]
 
 
 def split_of(path: Path) -> str:
@@ -216,8 +221,8 @@ def pyarrow() -> ModuleType:
         for name in ("pyarrow.parquet", "pyarrow.ipc"):
             importlib.import_module(name)
     except ImportError:
-        raise UserError("parquet and Arrow files need the package pyarrow, which is not installed; run: pip install "
-                        "pyarrow") from None
+        raise UserError("parquet and Arrow files need the package pyarrow, which is not installed; "
+                        f"{to_install('pyarrow')}") from None
     return importlib.import_module("pyarrow")
 
 
@@ -293,7 +298,9 @@ def _chosen(path: Path, names: list[str], split: str, option: str) -> str:
     known = _listed([name for name in names if name])
     if split:
         raise UserError(f"{option} is {split!r} but {path} has {known or 'no splits'}; choose one of those")
-    remedy = f"set {option} to one of them" if option else "name the files of one"
+    first = "train" if "train" in names else next(name for name in names if name)
+    typed = f"give {option} {first}" if option.startswith("--") else f"set {option} to one of them, such as {first}"
+    remedy = typed if option else "name the files of one"
     raise UserError(f"{path} holds several splits, {known}; {remedy}")
 
 

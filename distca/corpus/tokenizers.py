@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from distca.validation import UserError, plain, read_json, short
+from distca.validation import UserError, plain, read_json, short, to_install
 
 END_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
 CHAT_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")  # beside tokenizer.json
@@ -101,8 +101,8 @@ def open_tokenizer(path: str, option: str, *, special_tokens: bool) -> TextToken
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise UserError(f"{option} is {path!r} but the package tokenizers is not installed; run: pip install "
-                        "tokenizers") from None
+        raise UserError(f"{option} is {path!r} but the package tokenizers is not installed; "
+                        f"{to_install('tokenizers')}") from None
     name = f"{option} is {path!r}"
     file = tokenizer_file(path, option)
     with _one_line(f"{name}, which is no tokenizer.json", "name one"):

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cache
 from importlib.resources import as_file, files
 from math import inf
 from pathlib import Path
@@ -221,8 +222,9 @@ def find_table(name: str) -> LatencyTable:
     return LatencyTable.load(name)
 
 
+@cache
 def shipped_table(name: str) -> LatencyTable:
-    """Return the measured table of this name, such as `h200`."""
+    """Return the measured table of this name, such as `h200`; the same one every time, as times are cached by table."""
     if name not in shipped_names():
         raise unknown_name("latency table", name, shipped_names())
     with as_file(_TABLES / f"{name}.json") as path:

@@ -240,7 +240,8 @@ class LatencyTable:
         if max_kv_len > self.kv_len[-1]:
             raise UserError(
                 f"latency table {self.name!r} reaches kv_len {self.kv_len[-1]} but the longest document has "
-                f"{max_kv_len} tokens; profile with --max-kv-len {max_kv_len} or cut documents with --max-document")
+                f"{max_kv_len} tokens; profile with --max-kv-len {max_kv_len}, or cut documents: --max-document "
+                f"{self.kv_len[-1]} in plan, --context {self.kv_len[-1]} in simulate")
 
     def save(self, path: str | Path) -> None:
         forward, backward = (None if grid is None else [[None if np.isnan(one) else one for one in line]

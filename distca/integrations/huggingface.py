@@ -49,6 +49,7 @@ check_version("transformers", transformers.__version__)
 NAME = "distca"
 EVALUATION = ("home", "pool")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+FULL_BATCHES = 4                                                 # of one document a row, before a warning
 _STATEFUL = {"linear_attention", "mamba", "conv"}                # layer types with a state along the document
 _KEYS_CHOSEN = ("attention_chunk_size", "index_topk")            # chunked attention, keys chosen by an indexer
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
@@ -179,6 +180,7 @@ class _Forward:
             self.batch = self.attention.begin(slices, query.device, shapes)
             if self.served.whole_only is not None and self.batch.spans:
                 raise _refused(module.config, self.served.whole_only)
+            self.served.watch(self.batch, query.shape[0], query.shape[2])
         return self.batch
 
     def _read(self, query: torch.Tensor, about: dict[str, Any]) -> RowSlices | ValueError:
@@ -215,10 +217,24 @@ class _Served:
     forward: _Forward | None = field(default=None, repr=False)   # whose masks are being built
     generates: bool = False                                      # fills a cache; ranks are not synchronized
     refused: ValueError | None = field(default=None, repr=False)  # error of this forward's batch
+    batches: int = 0                                             # in a row, whose rows were one document each,
+    row_len: int = 0                                             # of this length
+
+    def watch(self, batch: PackedBatch, rows: int, row_len: int) -> None:
+        """Warn if every row of several training batches is one document of the same length, as packed rows look."""
+        if row_len < 2 or batch.slices.length != (row_len,) * rows or batch.spans:
+            self.batches = 0
+            return
+        self.batches, self.row_len = (self.batches + 1 if row_len == self.row_len else 1), row_len
+        if self.batches == FULL_BATCHES:
+            warn_once(f"every row of {FULL_BATCHES} training batches is one document of {row_len:,} tokens; if rows "
+                      "are packed, documents see each other, for nothing says where they begin: give position_ids "
+                      "that restart (DataCollatorWithFlattening) or use distca.data.Collator; distca check examines it")
 
     @classmethod
     def of(cls, config: PreTrainedConfig, pool_evaluation: bool, **options: Any) -> _Served:
-        shape = shape_of_config(config.to_dict(), config.model_type, any_type=True)
+        fields = {**config.to_dict(), "num_hidden_layers": config.num_hidden_layers}  # some have another name
+        shape = shape_of_config(fields, config.model_type, any_type=True)
         return cls(PackedAttention(model=shape, **options), pool_evaluation, _stateful_reason(config))
 
     @property

@@ -69,10 +69,11 @@ def choose(
         reason = kernel.supports(device, dtype, head_dim, scores, value_dim)
         if reason is None:
             if name == "auto":
-                cap = "" if softcap is None else f", softcap {softcap}"
-                instead = f" (not {'; not '.join(refused)})" if refused else ""
-                _log_once(f"attention kernel {one} for {dtype}, head_dim {head_dim}, window {window}{cap} on "
-                          f"{device.type}", instead)
+                scored = "".join(f", {word} {value}" for word, value in (("window", window), ("softcap", softcap))
+                                 if value is not None)
+                shown = [reason for at, reason in enumerate(refused) if at == 0 or "install" in reason]
+                instead = f" (not {'; not '.join(shown)})" if shown and device.type == "cuda" else ""
+                _log_once(f"attention kernel {one} for {dtype}, head_dim {head_dim}{scored} on {device.type}", instead)
             return kernel
         if name != "auto":
             raise UserError(f"kernel={name!r} cannot run here: {reason}; or give kernel='auto'")

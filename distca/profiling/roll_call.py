@@ -47,7 +47,7 @@ class RollCall:
             raise TransportError(f"rank {rank} does not reach rank 0 at {address}:{port} within {timeout_seconds:g} s; "
                                  f"start it, or check MASTER_ADDR and the firewall ({first_line(error)})") from None
         self.name = f"rank {rank}"                               # with its host, once that is known
-        self.count, self.what, self.since = 0, "", time.monotonic()
+        self.count, self.what, self.since = 0, "its start", time.monotonic()
         self._closed, self._ending = threading.Event(), threading.Lock()
         threading.Thread(target=self._watch, name="distca-roll-call", daemon=True).start()
 
@@ -93,7 +93,7 @@ class RollCall:
               if self.store.check([f"at/{rank}"])}
         absent = [rank for rank in range(self.world) if rank not in at]
         within = f"within {self.timeout_seconds:g} s (--timeout-seconds)"
-        if absent:
+        if absent and error is None:
             return (f"rank {', '.join(map(str, absent[:MAX_NAMED]))} did not join {within}; start it, or check that "
                     f"its host reaches that of {self.name}")
         before = {rank: self.store.add(f"beat/{rank}", 0) for rank in at if rank != self.rank}

@@ -32,11 +32,12 @@ NEXT = ("distca plan LENGTHS says what balancing saves, distca profile measures 
         "distca train examples/demo.toml trains")
 
 
-def report(ranks: list[Record]) -> Record:
-    """Return what `distca doctor --json` prints; no ranks: torch is not installed."""
+def report(ranks: list[Record], broken: str = "is not installed") -> Record:
+    """Return what `distca doctor --json` prints; no ranks: torch is `broken`."""
     missing = {extra: absent for extra, (_, packages) in EXTRAS.items() if (absent := [*filter(_is_absent, packages)])}
-    problems = [*_problems(ranks)] if ranks else ["torch is not installed: only plan, simulate and report run; run: "
-                                                  f"pip install {' '.join(EXTRAS['train'][1])}"]
+    problems = [*_problems(ranks)] if ranks else [
+        f"torch {broken}: only plan, simulate and report run; run: pip install "
+        f"{'' if 'torch' in missing.get('train', ()) else '--force-reinstall '}{' '.join(EXTRAS['train'][1])}"]
     links = {kind: {"links": len(some), "bandwidth": median(one["bandwidth"] for one in some),
                     "slowest_bandwidth": min(one["bandwidth"] for one in some),
                     "latency_seconds": median(one["latency_seconds"] for one in some)}
@@ -168,9 +169,10 @@ def _facts(found: Record) -> Iterator[tuple[str, str]]:
     yield "versions", ", ".join(f"{name} {version}" for name, version in first["versions"].items())
     runs = [name for name, reason in first["kernels"].items() if reason is None]
     yield "kernels", f"run here: {', '.join(runs)}"
-    for name, reason in first["kernels"].items():
-        if reason is not None:
-            yield "", f"not {name}: {reason}"
+    if first["gpu"]:
+        yield from (("", f"not {name}: {reason}") for name, reason in first["kernels"].items() if reason is not None)
+    elif len(runs) < len(first["kernels"]):
+        yield "", f"not {', '.join(name for name in first['kernels'] if name not in runs)}: they need an NVIDIA GPU"
     for of_ranks in zip(*(one.get("attention", ()) for one in ranks), strict=True):
         if not of_ranks[0]["refused"]:
             off, one = max(max(*one["off"], one["keys_off"]) for one in of_ranks), of_ranks[0]

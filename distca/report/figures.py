@@ -275,9 +275,11 @@ def verdict(strategies: Sequence[StrategyFigures]) -> str:
     if floor is not None:
         speeds += f", {ours.tokens_per_second.mean / floor.tokens_per_second.mean:.0%} of what no strategy can beat"
     trains = f"trains {gain.mean:.2f}× as fast as {best.name}, the best baseline{spread}"
+    memory = (f"A GPU holds at most {byte_text(ours.peak_memory_bytes)}, against {byte_text(best.peak_memory_bytes)} "
+              f"with {best.name}.")
     if gain.mean >= NO_GAIN:
-        return f"{ours.name} {trains}: {speeds}."
-    return f"{ours.name} gains nothing here: it {trains}, {speeds}."
+        return f"{ours.name} {trains}: {speeds}. {memory}"
+    return f"{ours.name} gains nothing here: it {trains}, {speeds}. {memory}"
 
 
 def _alone(one: StrategyFigures | None) -> str:

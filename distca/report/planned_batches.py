@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from distca.report.figures import PlannedBatch, ReportData, byte_text, count_text, seconds_text
+from distca.report.figures import NO_GAIN, PlannedBatch, ReportData, byte_text, count_text, seconds_text
 from distca.validation import unit_text
 from distca.workload.sequences import CorpusFigures
 
+WAYS = ("sent", "received")
 FIELDS: dict[str, Callable[[PlannedBatch], float]] = {
     "work_max_over_mean_before": lambda batch: batch.before.work_max_over_mean,
     "work_max_over_mean": lambda batch: batch.after.work_max_over_mean,
@@ -80,7 +81,8 @@ class PlannedBatches:
 
     def as_json(self) -> dict[str, Any]:
         """Return the shown batch's figures, for several batches also `batches` with all of them, and the `corpus`."""
-        content: dict[str, Any] = self.shown.as_json() | {"valid": self.are_valid}
+        content: dict[str, Any] = self.shown.as_json() | {
+            "valid": self.are_valid, "verdict": self.verdict()}
         if self.is_dealt:
             content["batches"] = {
                 "count": len(self.batches), "shown": self.shown_number,
@@ -103,16 +105,14 @@ class PlannedBatches:
                        verdict=self.verdict(), facts=(*data.facts, *facts))
 
     def verdict(self) -> str:
-        """Summarize all batches in a sentence or two."""
+        """Summarize all batches: what is gained, over what, and what it costs."""
         if not self.is_dealt:
             return verdict_on_batch(self.shown)
         before, after = self.column("work_max_over_mean_before"), self.column("work_max_over_mean")
-        time = sum(batch.slowest for batch in self.batches) / sum(batch.slowest_before for batch in self.batches)
-        return (f"The slowest rank did {before.mean():.2f}× the mean work, {before.max():.2f}× in the worst of "
-                f"{count_text(len(before), 'batch', 'batches')}; now the slowest server does {after.mean():.2f}×, "
-                f"{after.max():.2f}× at worst. Core attention takes {time:.0%} of the time it took, if what travels "
-                f"(at most {byte_text(self.column('bytes_sent_max').max())} a layer from one rank) hides behind other "
-                "work.")
+        share = sum(batch.slowest for batch in self.batches) / sum(batch.slowest_before for batch in self.batches)
+        return (f"{_gain(share)}: the slowest server does {after.mean():.2f}× the mean work, {after.max():.2f}× in the "
+                f"worst of {count_text(len(before), 'batch', 'batches')}, instead of {before.mean():.2f}× and "
+                f"{before.max():.2f}×. {_price(*(self.column(f'bytes_{way}_max').max() for way in WAYS))}")
 
 
 def quantile_words(corpus: CorpusFigures) -> list[tuple[str, int]]:
@@ -157,12 +157,23 @@ def plan_page(batch: PlannedBatch) -> ReportData:
 
 
 def verdict_on_batch(batch: PlannedBatch) -> str:
-    """Summarize one batch in a sentence or two."""
+    """Summarize one batch: what is gained, over what, and what it costs."""
     before, after = batch.before, batch.after
     if after.num_moved == 0 and before.work_max_over_mean <= 1 + batch.plan.tolerance:
         return (f"The slowest rank does {before.work_max_over_mean:.2f}× the mean work, inside the tolerance: "
-                "no query has to move.")
-    share = after.work.max() / before.work.max()
-    return (f"The slowest rank did {before.work_max_over_mean:.2f}× the mean work; now the slowest server does "
-            f"{after.work_max_over_mean:.2f}×. Core attention takes {share:.0%} of the time it took, if what travels "
-            f"(at most {byte_text(after.bytes_sent.max())} a layer from one rank) hides behind other work.")
+                "no query has to move, and balancing gains nothing.")
+    return (f"{_gain(after.work.max() / before.work.max())}: the slowest server does {after.work_max_over_mean:.2f}× "
+            f"the mean work instead of {before.work_max_over_mean:.2f}×. "
+            f"{_price(after.bytes_sent.max(), after.bytes_received.max())}")
+
+
+def _gain(share: float) -> str:
+    """Say how much faster attention gets if it takes this share of its former time, and over what."""
+    gained = (f"is {1 / share:.2f}× as fast ({share:.0%} of the time)" if 1 / share >= NO_GAIN else
+              f"gains nothing ({share:.0%} of the time)")
+    return f"Attention alone {gained}, over no balancing, where each rank computes the attention of its own tokens"
+
+
+def _price(sent: float, received: float) -> str:
+    return (f"The price: in each layer's forward pass up to {byte_text(sent)} leave one rank and up to "
+            f"{byte_text(received)} reach one, in buffers of that size, and must hide behind other work.")

@@ -10,7 +10,7 @@ Exchange buffers live for one layer, two at a time under ping-pong. A dedicated 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -94,53 +94,28 @@ def peak_live(ticks: Ticks, layers: Sequence[int], tokens: np.ndarray) -> np.nda
     return ticks.alive(np.array(layers, dtype=np.float64)[:, None, None] * tokens)
 
 
-def check_fits(setting: Setting, costs: Costs) -> None:
+def check_fits(setting: Setting, costs: Costs, remedy: str = "fewer --sequences, or more --gpus") -> None:
     """Refuse a step that does not fit with equal tokens per rank, the live micro-batches of 1F1B, and the least memory
-    that its `recompute` allows. The error names a change with which it fits, if one is found."""
-    states, needed, there = *_least(setting, costs), setting.cluster.memory_bytes
+    that its `recompute` allows."""
+    (states, needed), there = least_bytes(setting, costs), setting.cluster.memory_bytes
     if needed <= there:
         return
-    remedy = next((text for text, other in _changes(setting) if _least(other, costs)[1] <= 0.95 * there),
-                  "a smaller --model, or more --gpus with a larger --pp")
     if states >= there:
         raise UserError(
-            f"cluster {setting.cluster.name!r} cannot hold {setting.model.name!r}: weights, gradients and optimizer "
-            f"need {states / 1e9:.0f} GB of each GPU's {there / 1e9:.0f} GB; give {remedy}")
+            f"cluster {setting.cluster.name!r} cannot hold {setting.model.name!r} on {setting.gpus} GPUs: weights, "
+            f"gradients and optimizer need {states / 1e9:.0f} GB of each GPU's {there / 1e9:.0f} GB; give {remedy}")
     how = "" if setting.recompute == "auto" else f" with --recompute {setting.recompute}"
     raise UserError(
         f"a step of {setting.num_tokens} tokens does not fit {setting.gpus} GPUs{how}: each needs {needed / 1e9:.0f} "
         f"GB and has {there / 1e9:.0f} GB; give {remedy}")
 
 
-def _least(setting: Setting, costs: Costs) -> tuple[float, float]:
+def least_bytes(setting: Setting, costs: Costs) -> tuple[float, float]:
     """Return the bytes of a GPU's states, and all bytes in 1F1B with equal tokens and the last mode of the setting."""
     costs = replace(costs, tp=setting.tp, ep=setting.ep, recompute=setting.modes[-1])
     states = state_bytes(costs, setting.layers, setting.num_data, setting.num_micro_batches)
     ticks = one_forward_one_backward(setting.pp, setting.num_micro_batches)
     return float(states.max()), _kept(setting, costs, setting.layers, ticks)[1]
-
-
-def _changes(setting: Setting) -> Iterator[tuple[str, Setting]]:
-    """Yield settings that need less memory, each with the option that asks for it."""
-    if setting.recompute != "auto":
-        yield "--recompute auto", replace(setting, recompute="auto")
-    each, count = setting.sequences_per_micro_batch, setting.num_micro_batches
-    powers = [2**n for n in range(1, 24)]
-    for options, change in (
-        *((f"--sequences {each // by * count}", {"sequences_per_micro_batch": each // by}) for by in powers),
-        *((f"--context {setting.context // by}", {"context": setting.context // by}) for by in powers),
-        *((f"--ep {setting.ep * by}", {"ep": setting.ep * by}) for by in powers),
-        *((f"--tp {setting.tp * by}", {"tp": setting.tp * by}) for by in powers
-          if setting.tp * by <= setting.cluster.gpus_per_node),
-        *((" ".join([f"--gpus {setting.gpus * more}"] * (more > 1) + [f"--pp {setting.pp * by}"] * (by > 1)),
-           {"gpus": setting.gpus * more, "pp": setting.pp * by, "num_micro_batches": max(count, 2 * setting.pp * by) if
-            by > 1 else count, "sequences_per_micro_batch": max(each * more // by, 1)})  # by default as many per rank
-          for more in (1, *powers[:10]) for by in (1, *powers[:5]) if more * by > 1),
-    ):
-        try:
-            yield options, replace(setting, **change)
-        except UserError:                                        # it does not divide
-            continue
 
 
 def fits(setting: Setting, costs: Costs, layers: Sequence[int], ticks: Ticks) -> bool:

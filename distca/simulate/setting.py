@@ -46,19 +46,20 @@ class Setting:
         if self.recompute not in ("auto", *RECOMPUTE):
             raise unknown_name("recompute", self.recompute, ("auto", *RECOMPUTE))
         check_number("memory", self.memory, least=0)
+        if self.pp > self.model.num_layers:
+            raise UserError(f"pp is {self.pp} but model {self.model.name!r} has {self.model.num_layers} layers; "
+                            f"give --pp {self.model.num_layers} or less")
         if self.gpus % (self.tp * self.pp):
             nearest = max(self.gpus // (self.tp * self.pp), 1) * self.tp * self.pp
             raise UserError(f"gpus is {self.gpus}, not a multiple of tp {self.tp} times pp {self.pp}; give --gpus "
                             f"{nearest}, or another --tp or --pp")
-        if self.pp > self.model.num_layers:
-            raise UserError(f"pp is {self.pp} but model {self.model.name!r} has {self.model.num_layers} layers; "
-                            "give each stage at least one")
         self._check_experts()
         tokens = self.context * self.sequences_per_micro_batch
         if tokens % (NANO_BATCHES * self.num_data):
+            unit = NANO_BATCHES * self.num_data
             raise UserError(f"a micro-batch of {self.sequences_per_micro_batch} sequences of {self.context} tokens "
-                            f"does not divide over two halves of {self.num_data} data ranks; give a --context that is "
-                            f"a multiple of {NANO_BATCHES * self.num_data}, or another number of --sequences")
+                            f"does not divide over two halves of {self.num_data} data ranks; give --context "
+                            f"{max(self.context // unit, 1) * unit}, or another number of --sequences")
 
     def _check_experts(self) -> None:
         """Refuse an `ep` that divides neither experts nor a stage's GPUs, or whose groups cut pool ranks unevenly."""
@@ -162,8 +163,8 @@ def settings(
         sequences = -(-wanted // unit) * unit
     for _, count in grid:
         if sequences % count:
-            raise UserError(f"sequences is {sequences}, not a multiple of the {count} micro-batches; give another "
-                            "--sequences or --micro-batches")
+            raise UserError(f"sequences is {sequences}, not a multiple of the {count} micro-batches; give --sequences "
+                            f"{max(sequences // count, 1) * count}, or another --micro-batches")
     return tuple(Setting(model, cluster, gpus, tp, stages, context, sequences // count, count, recompute, memory,
                          ep)
                  for stages, count in grid)

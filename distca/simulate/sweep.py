@@ -9,12 +9,11 @@ dropped; where it does not fit, it is tried with more recomputation, and last wi
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from math import inf
+from typing import TYPE_CHECKING
 
 from distca.cost.mixed_pool import Cost, MixedPool
 from distca.planning.choose import asked_tolerance
@@ -37,6 +36,9 @@ from distca.simulate.strategies import (
 )
 from distca.validation import UserError
 from distca.workload.sequences import Source, batch_sequences
+
+if TYPE_CHECKING:
+    from concurrent.futures import ProcessPoolExecutor
 
 BATCHES_TO_CHOOSE_ON = 3  # by our strategies
 
@@ -88,8 +90,7 @@ def compare(question: Question, *, workers: int = 1, update: Callable[[str], Non
     done: dict[int, Found] = {}
     documents = _Documents(question)
     count, workers = question.num_batches, min(workers, question.num_batches)
-    with (nullcontext() if workers <= 1 else
-          ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))) as pool:
+    with _processes(workers) as pool:
         for numbers in (range(count)[:BATCHES_TO_CHOOSE_ON], range(count)[BATCHES_TO_CHOOSE_ON:]):
             chosen = _chosen(question, [done[number] for number in sorted(done)], documents)
             for number, found in _run(documents, numbers, chosen, pool):
@@ -108,6 +109,16 @@ def compare(question: Question, *, workers: int = 1, update: Callable[[str], Non
             "more --gpus, or a larger --tp or --pp")
     return Comparison(question.source.name, question.settings[0], count, question.tolerance, tuple(outcomes), floor,
                       tuple(too_large))
+
+
+def _processes(workers: int) -> AbstractContextManager[ProcessPoolExecutor | None]:
+    """Start processes for several workers, else none: a browser has no processes, and one worker runs there too."""
+    if workers <= 1:
+        return nullcontext()
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
+    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
 
 
 def replay(question: Question, outcome: Outcome, number: int = 0) -> Step:
@@ -146,6 +157,8 @@ def _run(
     if pool is None:
         yield from ((number, batch_figures(documents.question, number, chosen, documents)) for number in numbers)
         return
+    from concurrent.futures import as_completed
+
     waiting = {pool.submit(batch_figures, documents.question, number, chosen): number for number in numbers}
     try:
         for future in as_completed(waiting):

@@ -12,30 +12,33 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from time import perf_counter, time
-from typing import TextIO
+from time import perf_counter
+from typing import Any, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
 from distca.train.run_log import (
     RECENT,
-    LoggedBefore,
     RunSummary,
     StepRecord,
     Tally,
     as_json,
+    logged_records,
     open_log,
+    restart_facts,
     trackers_for,
 )
 from distca.train.settings import Data, Settings
-from distca.validation import write_own
+from distca.validation import UserError, read_json, write_own
 
 REFRESH_PER_SECOND = 2
 NUM_RECENT = 40  # steps in the loss sparkline and in the estimate of the remaining time
+FINISHED = "Finished"
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -43,7 +46,7 @@ class Observer:
     """Shows and logs every step's record until `close`, which restores the terminal."""
 
     def __init__(self, settings: Settings, rank: int, world: int, console: Console | None = None,
-                 restarts: tuple[int, int] = (0, 0)) -> None:
+                 restarts: int = 0) -> None:
         self.settings, self.restarts = settings, restarts
         self.active = rank == 0
         if not self.active:
@@ -51,14 +54,11 @@ class Observer:
         self.console = console or Console(highlight=False)
         self.folder = Path(settings.log.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.start, file = perf_counter(), self.folder / "settings.toml"
-        if restarts[0] and file.exists():
-            self.start -= time() - file.stat().st_mtime          # when the run was first started
-        else:
-            write_own(file, settings.to_toml())
+        write_own(self.folder / "settings.toml", settings.to_toml())
         self.tally = Tally()
+        self.start = perf_counter()
         self.log: TextIO | None = None
-        self.before = LoggedBefore()
+        self.restart_facts: dict[str, Any] = {}
         self.trackers = trackers_for(settings, self.folder)
         live = self.console.is_terminal and not self.console.is_dumb_terminal
         self.display = (_LiveDisplay if live else _Lines)(settings, world, self.console)
@@ -67,9 +67,12 @@ class Observer:
         if not self.active:
             return
         if self.log is None:
-            self.go_on(record.step)
-            self.log = open_log(self.folder / "steps.jsonl", record.step)
-        record = replace(record, **self.before.facts)
+            path = self.folder / "steps.jsonl"
+            self.restart_facts = restart_facts(path, record.step, self.restarts)
+            self.log = open_log(path, record.step)
+            if record.step > 1:
+                self.resume(record.step - 1)
+        record = replace(record, **self.restart_facts)
         self.log.write(json.dumps(as_json(record)) + "\n")
         self.log.flush()
         for tracker in self.trackers:
@@ -77,12 +80,23 @@ class Observer:
         self.tally.add(record)
         self.display.show(record)
 
-    def go_on(self, step: float) -> None:
-        """After a restart, sum up the steps before `step` too, which were logged before it."""
-        if self.restarts[0]:
-            self.before = LoggedBefore.of(self.folder / "steps.jsonl", step, self.restarts[0])
-            for record in self.before.records:
-                self.tally.add(record)
+    def resume(self, last: int) -> None:
+        """Count what earlier starts of the run logged up to step `last`, and say that the run goes on."""
+        for record in logged_records(self.folder / "steps.jsonl"):
+            self.tally.add(record)
+            self.display.remember(record)
+        before = _written_summary(self.folder / "summary.json")
+        known = before if before.get("last_step") == last else {}
+        seconds = float(known.get("wall_seconds", self.tally.sums["seconds"]))
+        self.start -= seconds
+        self.display.start -= seconds
+        steps = self.settings.run.steps
+        self._print(f"This run had finished its {last:,} steps. It goes on to step {steps:,}, with learning rates of a "
+                    f"schedule of {steps:,} steps." if known.get("ended") == FINISHED else
+                    f"This run goes on after step {last:,} of {steps:,}.")
+
+    def _print(self, line: str) -> None:
+        self.console.print(line, markup=False, soft_wrap=True)
 
     def close(self, *, stopped: bool = False, restarting: bool = False) -> RunSummary | None:
         """End the display, write and print the summary, and return it.
@@ -94,25 +108,33 @@ class Observer:
         self.display.close()
         if self.log is not None:
             self.log.close()
-        else:
-            self.go_on(math.inf)
+        path = self.folder / "steps.jsonl"
+        if self.restarts and self.log is None and path.exists():  # all steps had been taken before the restart
+            self.restart_facts = restart_facts(path, math.inf, self.restarts)
+            for record in logged_records(path):
+                self.tally.add(record)
         summary = self.tally.summary()
         if summary is not None:
-            summary = replace(summary, **self.before.facts)
+            summary = replace(summary, **self.restart_facts)
         for tracker in self.trackers:
             tracker.close(finished=stopped or (summary is not None and summary.last_step >= self.settings.run.steps))
         wall_seconds = perf_counter() - self.start
         if restarting:
             return None
         if summary is None:
-            self.console.print("No step was left to take." if not stopped else "Stopped before the first step.")
+            steps, folder = self.settings.run.steps, self.settings.checkpoint.folder
+            self._print("Stopped before the first step." if stopped else (
+                f"No step was left to take: the newest checkpoint in {folder!r} has all {steps:,} of run.steps. For "
+                f"more, give --run.steps {2 * steps}; for another run, another --checkpoint.folder."))
             return None
         ended = _ended(summary, self.settings.run.steps, stopped)
         content = {"ended": ended, "wall_seconds": wall_seconds, **as_json(summary)}
         write_own(self.folder / "summary.json", json.dumps(content, indent=2) + "\n")
-        for line in (*summary_lines(summary, ended, wall_seconds, self.folder, self.settings),
-                     f"Its curves as a page: distca report {shlex.quote(str(self.folder))}"):
-            self.console.print(line, markup=False, soft_wrap=True)
+        for line in summary_lines(summary, ended, wall_seconds, self.folder, self.settings):
+            self._print(line)
+        if (folder := self.settings.checkpoint.folder) and not self.settings.checkpoint.export:
+            self._print(f"Its weights for Hugging Face: distca export {shlex.quote(folder)} my-model")
+        self._print(f"Its curves as a page: distca report {shlex.quote(str(self.folder))}")
         return summary
 
 
@@ -120,13 +142,15 @@ class _Lines:
     """Prints a line every `log.every` steps, after an evaluation and after the last step."""
 
     def __init__(self, settings: Settings, world: int, console: Console) -> None:
-        self.settings, self.console = settings, console
+        self.settings, self.console, self.start = settings, console, perf_counter()
         console.print(title(settings, world), markup=False, soft_wrap=True)
 
     def show(self, record: StepRecord) -> None:
         every, steps = self.settings.log.every, self.settings.run.steps
         if record.step % every == 0 or record.eval_loss is not None or record.step == steps:
             self.console.print(plain_line(record, steps), markup=False, soft_wrap=True)
+
+    def remember(self, record: StepRecord) -> None: ...
 
     def close(self) -> None: ...
 
@@ -143,6 +167,10 @@ class _LiveDisplay:
         self.live.start()
 
     def show(self, record: StepRecord) -> None:
+        self.remember(record)
+
+    def remember(self, record: StepRecord) -> None:
+        """Keep a step for the curve and the estimates; it may be of an earlier start."""
         self.recent.append(record)
         self.evaluated = self.evaluated if record.eval_loss is None else record
 
@@ -151,7 +179,7 @@ class _LiveDisplay:
 
     def panel(self) -> RenderableType:
         if not self.recent:
-            return Panel(f"starting, {clock(perf_counter() - self.start)}", title=self.title, title_align="left")
+            return Panel(Group(Text(self.title), f"starting, {clock(perf_counter() - self.start)}"))
         recent = list(self.recent)
         record = recent[-1]
         left = (self.steps - record.step) * sum(one.seconds for one in recent) / len(recent)
@@ -169,7 +197,7 @@ class _LiveDisplay:
             ("moved", f"{size(record.bytes_per_layer)} a layer"),
             ("exposed", f"{_share(record.exposed_seconds, record.seconds)} of the step in exchanges, "
                         f"{_share(record.host_seconds, record.seconds)} for the batch"),
-            ("memory", size(record.memory_bytes)),
+            ("memory", memory_text(record)),
             *([("epochs", epochs_text(record.epochs, self.data))] if record.epochs else []),
             *([("restarts", restarts_text(record))] if record.restarts else []),
             ("optimizer", f"lr {record.lr:.2e}, gradient norm {record.grad_norm:.2f}"),
@@ -178,7 +206,7 @@ class _LiveDisplay:
             lines.add_row(name, text)
         bar = Table.grid(padding=(0, 1))
         bar.add_row(f"step {record.step:,}/{self.steps:,}", ProgressBar(self.steps, record.step, width=40))
-        return Panel(Group(bar, lines), title=self.title, title_align="left")
+        return Panel(Group(Text(self.title, style="bold"), bar, lines))  # text wraps where a panel's title would be cut
 
 
 def plain_line(record: StepRecord, steps: int) -> str:
@@ -190,7 +218,12 @@ def plain_line(record: StepRecord, steps: int) -> str:
             f"work {record.work_before:.2f}→{record.work_after:.2f}  {served}{speeds}"
             f"{size(record.bytes_per_layer)}/layer  attention {_share(record.attention_seconds, record.seconds)}  "
             f"linear {_share(record.linear_seconds, record.seconds)}  "
-            f"exposed {_share(record.exposed_seconds, record.seconds)}  memory {size(record.memory_bytes)}")
+            f"exposed {_share(record.exposed_seconds, record.seconds)}  memory {memory_text(record)}")
+
+
+def memory_text(record: StepRecord) -> str:
+    now = f", {size(record.memory_now_bytes)} now" if record.memory_now_bytes else ""
+    return f"{size(record.memory_bytes)} at the peak{now}"
 
 
 def summary_lines(
@@ -289,8 +322,17 @@ def title(settings: Settings, world: int) -> str:
     return f"{model} on {ranks}{stages}{serving}, {tokens:,} tokens a step, attention {settings.attention.mode}"
 
 
+def _written_summary(path: Path) -> dict[str, Any]:
+    """Return the summary that an earlier start wrote; empty if there is none."""
+    try:
+        content = read_json(path)
+    except UserError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def _ended(summary: RunSummary, steps: int, stopped: bool) -> str:
     if summary.last_step >= steps:
-        return "Finished"
+        return FINISHED
     return f"Stopped after step {summary.last_step:,} of {steps:,}" if stopped else (
         f"Ended early after step {summary.last_step:,} of {steps:,}")

@@ -75,7 +75,7 @@ def launch(settings: Settings, main: Main) -> int:
     """Run `main(settings)` on every rank and return the exit code; bad settings raise a ValueError before any start."""
     env = rank_in(os.environ)
     if env is not None:
-        _quiet_torch()                                           # check_machine imports torch
+        quiet_torch()                                            # check_machine imports torch
         settings = settings.with_values({"run.ranks": env.world})
     check_settings(settings)
     if env is None:
@@ -92,7 +92,7 @@ def run_ranks(settings: Settings, main: Main) -> int:
     env = rank_in(os.environ)
     if env is None:
         return _LocalRanks(settings, main).run()
-    _quiet_torch()
+    quiet_torch()
     os.environ.update(env.environment())
     _prepare(settings, env)
     if env.rank == 0 and settings.run.restarts and not restarts(os.environ)[1]:
@@ -111,7 +111,7 @@ def _resuming(settings: Settings) -> Settings:
     return settings.with_values({"checkpoint.resume": True}) if restarts(os.environ)[0] else settings
 
 
-def _quiet_torch() -> None:
+def quiet_torch() -> None:
     """Keep torch from logging C++ stacks and aborting when a rank is lost: Liveness reports it. Call before import."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
@@ -347,7 +347,7 @@ def _rank(settings: Settings, main: Main, env: RankEnv, count: int, reporter: Co
     """Run one local rank; it sends its failure to the launcher and ends with the launcher."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # terminals send Ctrl-C to all; the launcher sends SIGTERM instead
     _end_with_launcher()
-    _quiet_torch()
+    quiet_torch()
     os.environ.update(env.environment(), TORCHELASTIC_USE_AGENT_STORE="True",
                       **{RESTART_COUNT: str(count), MAX_RESTARTS: str(settings.run.restarts)})
     for name in [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")][:1]:

@@ -21,21 +21,23 @@ import socket
 import tempfile
 import time
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
 from itertools import chain, count, takewhile
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from distca.train.settings import Settings
-from distca.validation import UserError, open_own, write_own
+from distca.validation import UserError, open_own, to_install, write_own
 
 RECENT = 30  # steps in the mean loss of a summary
 SUMMED = ("tokens", "seconds", "exposed_seconds", "host_seconds", "work_before", "work_after", "bytes_per_layer",
           "served_in_bubbles", "attention_seconds", "linear_seconds")
 LOGGED = ("loss", "lr", "grad_norm", "tokens_per_second", "seconds", "work_before", "work_after", "bytes_per_layer",
           "exposed_seconds", "host_seconds", "memory_bytes", "plan_seconds", "bubble_share", "served_in_bubbles",
-          "attention_seconds", "attention_seconds_max", "linear_seconds", "mfu", "eval_loss", "tolerance")
+          "attention_seconds", "attention_seconds_max", "linear_seconds", "mfu", "eval_loss", "tolerance",
+          "memory_now_bytes")
 LATEST = "latest"
 LOCKS = {"checkpoint.folder": ".lock", "log.folder": ".log-lock"}  # one folder may be both
 LOGGED_IN = "log_folder"  # file in checkpoint.folder with the name of the run's log folder
@@ -69,6 +71,7 @@ class StepRecord:
     tolerance: float | None = None  # the chosen one, if attention.tolerance is auto
     attention_seconds_max: float | None = None  # the slowest rank's, with attention.adapt
     server_speed: tuple[float, ...] | None = None  # [servers] relative to the median, with attention.adapt
+    memory_now_bytes: int = 0  # held after the step; memory_bytes is the peak
     restarts: int | None = None  # after which the run went on by itself; None before the first
     restart_seconds: float | None = None  # of all restarts: from the last step before to the first step after
     repeated_steps: int | None = None  # logged before a restart and computed again after it
@@ -76,9 +79,9 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """Summary of a run; work and bytes are means over its steps."""
+    """Summary of a run, from its first start on; work and bytes are means over its steps."""
 
-    steps: int  # of this run
+    steps: int  # of all starts that logged into the folder
     last_step: int
     tokens: int
     seconds: float  # inside steps
@@ -99,7 +102,7 @@ class RunSummary:
     linear_share: float = 0.0
     mfu: float | None = None  # over the time inside steps
     epochs: tuple[float, ...] | None = None  # of each source, at the end
-    restarts: int | None = None  # see StepRecord; a run that restarted is summed up from its first step on
+    restarts: int | None = None  # as in StepRecord
     restart_seconds: float | None = None
     repeated_steps: int | None = None
 
@@ -154,38 +157,6 @@ def as_json(record: StepRecord | RunSummary) -> dict[str, float | list[float] | 
             for name, value in asdict(record).items() if value is not None}
 
 
-@dataclass(frozen=True, slots=True)
-class LoggedBefore:
-    """What a run that restarted by itself had logged: the steps that stay, and what the next ones say of restarts."""
-
-    records: tuple[StepRecord, ...] = ()
-    facts: Mapping[str, Any] = field(default_factory=dict)  # restarts, restart_seconds and repeated_steps from now on
-
-    @classmethod
-    def of(cls, path: Path, step: float, restarts: int) -> LoggedBefore:
-        """Read the log before its first step after the restart, which is `step`, is written."""
-        logged: list[StepRecord] = []
-        seconds = 0.0
-        if path.exists():
-            logged = [record for line in path.read_bytes().splitlines() if (record := _record(line)) is not None]
-            seconds = time.time() - path.stat().st_mtime
-        kept = [record for record in logged if record.step < step]
-        before = logged[-1] if logged else None
-        return cls(tuple(kept), {
-            "restarts": restarts, "restart_seconds": seconds + ((before and before.restart_seconds) or 0.0),
-            "repeated_steps": len(logged) - len(kept) + ((before and before.repeated_steps) or 0)})
-
-
-def _record(line: bytes) -> StepRecord | None:
-    """Return a line of the log as a record, with NaN for numbers that were not finite; None if it is none."""
-    try:
-        values: dict[str, Any] = json.loads(line)
-        return StepRecord(**{name: math.nan if value is None else tuple(value) if isinstance(value, list) else value
-                             for name, value in values.items()})
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        return None
-
-
 def open_log(path: Path, step: int) -> TextIO:
     """Open the log to append this step. If it has this step or later ones, copy it, then cut it before this step."""
     try:
@@ -202,7 +173,30 @@ def open_log(path: Path, step: int) -> TextIO:
     return open_own(path, "a")
 
 
-def _is_before(line: bytes, step: int) -> bool:
+def restart_facts(path: Path, step: float, restarts: int) -> dict[str, Any]:
+    """Return what a run's records say from now on of its restarts, before its log is cut before `step`."""
+    if not restarts:
+        return {}
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    logged = [json.loads(line) for line in lines if _is_before(line, math.inf)]
+    last, repeated = logged[-1] if logged else {}, sum(record["step"] >= step for record in logged)
+    seconds = time.time() - path.stat().st_mtime if logged else 0.0
+    return {"restarts": restarts, "restart_seconds": seconds + last.get("restart_seconds", 0.0),
+            "repeated_steps": repeated + last.get("repeated_steps", 0)}
+
+
+def logged_records(path: Path) -> Iterator[StepRecord]:
+    """Yield the records of a log, which an earlier start of the run wrote; skip those with other fields than ours."""
+    known = {field.name for field in fields(StepRecord)}
+    for line in path.read_bytes().splitlines():
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else math.nan if value is None else value
+            for name, value in json.loads(line).items() if name in known}
+        with suppress(TypeError):
+            yield StepRecord(**values)
+
+
+def _is_before(line: bytes, step: float) -> bool:
     """Return whether a line of the log is complete and about an earlier step."""
     try:
         return line.endswith(b"\n") and int(json.loads(line)["step"]) < step
@@ -236,8 +230,8 @@ class _TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise UserError("log.tensorboard is true but tensorboard is not installed; run: pip install tensorboard, "
-                            "or set it to false") from None
+            raise UserError("log.tensorboard is true but tensorboard is not installed; "
+                            f"{to_install('tensorboard')}, or set it to false") from None
         self.writer: Any = SummaryWriter(str(folder))
 
     def step(self, record: StepRecord) -> None:
@@ -256,8 +250,8 @@ class _WeightsAndBiases:
         try:
             import wandb
         except ImportError:
-            raise UserError(f"log.wandb is {project!r} but wandb is not installed; run: pip install wandb, or set it "
-                            "to ''") from None
+            raise UserError(f"log.wandb is {project!r} but wandb is not installed; {to_install('wandb')}, or set "
+                            "it to ''") from None
         name = folder.resolve().name
         try:
             self.run: Any = wandb.init(project=project, dir=str(folder), name=name, group=name, config=asdict(settings),

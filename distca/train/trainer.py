@@ -35,6 +35,7 @@ from distca.runtime.dedicated import stop_servers
 from distca.runtime.liveness import TRIM_STEPS, Liveness, is_lost, one_worker_per_group, return_freed_memory
 from distca.runtime.pipeline import Pipeline
 from distca.runtime.recorder import Recorder
+from distca.spec import ModelShape
 from distca.trace import StepTrace, write_chrome_trace
 from distca.train import launch
 from distca.train.agreement import Agreement, ServerSpeeds
@@ -183,7 +184,7 @@ class Trainer:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.ask_to_stop)
         self.settings = self.settings.with_values({"log.folder": on_first(self.open_log, self.trainers)})
-        observer = Observer(self.settings, self.rank, self.world, restarts=launch.restarts(os.environ))
+        observer = Observer(self.settings, self.rank, self.world, restarts=launch.restarts(os.environ)[0])
         saved = self.settings.checkpoint
         try:
             while self.step < self.settings.run.steps and not self.agreed_to_stop():
@@ -231,14 +232,15 @@ class Trainer:
         if self.step == self.settings.log.trace_step:
             self.write_trace(trace)
         seconds = perf_counter() - began
-        plan, summary = batch.plan, batch.summary
+        plan, summary, now = batch.plan, batch.summary, memory_now(self.device)
         return StepRecord(
             step=self.step, loss=loss, lr=lr, grad_norm=norm, tokens=plan.num_tokens, seconds=seconds,
             tokens_per_second=plan.num_tokens / seconds, work_before=summary.work_before,
             work_after=summary.work_after, bytes_per_layer=summary.bytes_per_layer,
             exposed_seconds=wait, attention_seconds=attention, linear_seconds=linear,
             mfu=self.utilization(plan, seconds), host_seconds=batch.wait_seconds,
-            memory_bytes=memory_in_use(self.device), plan_seconds=batch.plan_seconds,
+            memory_bytes=max(memory_in_use(self.device), now), memory_now_bytes=now,
+            plan_seconds=batch.plan_seconds,
             bubble_share=plan.ticks.bubble_share(), served_in_bubbles=summary.served_in_bubbles,
             tolerance=plan.plans[0].tolerance if plan.tried else None,
             attention_seconds_max=None if self.speeds is None else self.speeds.slowest_seconds,
@@ -330,12 +332,18 @@ def lasting(settings: Settings, shape: DecoderShape, dtype: torch.dtype) -> dict
     """Return settings that must not change on resume, and whose change the tensors' shapes would not reveal."""
     facts: dict[str, Any] = {"model.tied": shape.tied, "model.rope_theta": shape.rope_theta,
                              "model.window": list(shape.model.windows),
-                             "run.dtype": str(dtype).removeprefix("torch.")}
+                             "run.dtype": str(dtype).removeprefix("torch."), "architecture": architecture(shape.model)}
     source = "load" if settings.model.load else "config"
     if settings.model.load or settings.model.config:
         scaling = None if shape.rope_scaling is None else asdict(shape.rope_scaling)
         return facts | {f"model.{source}'s norm_eps": shape.norm_eps, f"model.{source}'s rope_scaling": scaling}
     return facts | {"model.name": settings.model.name}
+
+
+def architecture(model: ModelShape) -> str:
+    """Name the sizes of a decoder, to tell another one's checkpoints from this one's."""
+    return (f"{model.num_layers} layers, hidden {model.hidden}, feed-forward {model.ffn}, {model.num_heads} heads, "
+            f"{model.num_kv_heads} KV heads, head_dim {model.head_dim}, vocab {model.vocab}")
 
 
 def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
@@ -353,3 +361,10 @@ def memory_in_use(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
+
+def memory_now(device: torch.device) -> int:
+    """Return the bytes of tensors on a GPU, or the resident bytes of the process on a CPU; 0 if nobody says."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text(encoding="ascii").split()[1]) * resource.getpagesize() if statm.exists() else 0

@@ -125,6 +125,10 @@ def test_lengths_may_be_typed(run: Run) -> None:
     lengths = np.array([131_072, 4096, 60_000, 536])
     assert (typed["documents"], typed["tokens_per_rank"]) == (4, lengths.sum() // 2)
     assert typed["work_max_over_mean_before"] == pytest.approx(_work_in_order(lengths, 2))
+
+
+def test_more_lengths_may_be_typed_than_a_file_name_may_have_letters(run: Run) -> None:
+    assert _said(run, "plan", ",".join(["4096"] * 200), "--ranks", 2)["documents"] == 200
     assert "length 2, is 0" in _refused(run, "plan", "5,0")
     assert "give one file or name, or lengths alone" in _refused(run, "plan", "128k", "lengths.txt")
     assert "one batch" in _refused(run, "plan", "128k,4k", "--batches", 2)

@@ -100,11 +100,36 @@ def test_without_torch_it_says_what_is_missing(run: Run, monkeypatch: pytest.Mon
     assert {name: type(value) for name, value in found.items()} == TYPES
 
 
+@pytest.mark.parametrize("error", ["ImportError", "OSError", "RuntimeError"])
+def test_a_torch_that_cannot_be_imported_is_named(error: str, tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text(f"raise {error}('libcudart.so.13: no such file\\nmore')")
+    process = start("distca", "doctor", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (1, "")
+    (line,) = (line for line in out.splitlines() if line.startswith("WRONG"))
+    assert line.startswith("WRONG      torch cannot be imported (libcudart.so.13: no such file): only plan, simulate")
+    assert line.endswith("run: pip install --force-reinstall torch safetensors xxhash")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a rank would find its GPU")
+def test_a_rank_that_fails_before_the_others_come_says_why() -> None:
+    process = start("distca", "doctor", "--device", "cuda", "--timeout-seconds", "60", RANK="0", WORLD_SIZE="2",
+                    LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    out, err = process.communicate(timeout=50)
+    assert (process.returncode, out) == (1, "")
+    assert err == ("distca: error: rank 0 failed during its start: run.device is 'cuda' but torch finds no GPU here; "
+                   "set it to cpu or auto\n")
+
+
 @pytest.mark.parametrize(("options", "fragments"), [
     (["--timeout-seconds", "0"], ["timeout_seconds", "0"]),
     (["--ranks", "0"], ["ranks", "0"]),
     (["--ranks", "100000"], ["ranks", "512"]),
     (["--device", "tpu"], ["run.device", "'tpu'", "cpu"]),
+    pytest.param(["--device", "cuda"], ["run.device", "'cuda'", "no GPU"], marks=pytest.mark.skipif(
+        torch.cuda.is_available(), reason="there is a GPU")),
 ])
 def test_bad_options_get_one_line(run: Run, options: list[str], fragments: list[str]) -> None:
     code, out, err = run("doctor", *options)
@@ -116,7 +141,7 @@ def test_bad_options_get_one_line(run: Run, options: list[str], fragments: list[
 def test_extras_are_the_packages() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     named = {extra: {line.partition(";")[0].partition(">")[0].strip() for line in lines}
-             for extra, lines in project.items() if extra != "dev"}
+             for extra, lines in project.items() if extra not in ("dev", "site")}  # for those who work on distca
     assert {extra: set(packages) for extra, (_, packages) in EXTRAS.items()} == named
 
 

@@ -1,5 +1,6 @@
 """The command line as a user meets it: one JSON object, a table that fits, and one line for every mistake."""
 
+import inspect
 import json
 import os
 import re
@@ -15,15 +16,18 @@ import numpy as np
 import pytest
 
 import distca
+from distca.cli.plan import plan_command
+from distca.cli.report import report_command
 from distca.corpus.lengths import standard_library_lengths
 from distca.cost.latency_table import analytic_table
 from distca.models import model_named
+from distca.train.settings import Settings
 from distca.workload.documents import sample_lengths
 
 ROOT = Path(distca.__file__).parents[1]
 JSON_KEYS = {
     "placement_used", "ranks_per_node", "bytes_between_nodes", "bytes_between_nodes_max", "bytes_between_pods",
-    "bytes_between_pods_max",
+    "bytes_between_pods_max", "verdict", "next",
     "ranks", "servers", "tasks", "valid", "tolerance", "work_max_over_mean_before", "work_max_over_mean", "bytes_total",
     "bytes_sent_max", "bytes_received_max", "bytes_all_gather", "bytes_backward_total", "smallest_shard",
     "plan_seconds", "model", "tp", "placement", "tokens_per_rank", "documents", "limit", "step_seconds_by_tolerance",
@@ -61,7 +65,7 @@ def _one_line_error(result: tuple[int, str, str]) -> str:
 
 
 def test_json_says_what_the_library_says(run_json: Callable[..., dict[str, Any]]) -> None:
-    said = run_json("plan", "prolong", "--ranks", 4, "--tokens-per-rank", 32768, "--seed", 3)
+    said = run_json("plan", "prolong", "--ranks", 4, "--tokens-per-rank", 32768, "--seed", 3, "--placement", "given")
     lengths = sample_lengths("prolong", 4 * 32768, seed=3)
     plan = distca.plan(distca.pack(lengths, ranks=4), "llama3-8b")
     summary = plan.summary()
@@ -108,12 +112,12 @@ def test_heads_are_not_scaled_in_silence_and_head_dims_not_at_all(run: Callable[
 def test_defaults_of_a_sampler(run_json: Callable[..., dict[str, Any]]) -> None:
     said = run_json("plan", "pretrain")
     assert (said["ranks"], said["tokens_per_rank"], said["tolerance"], said["model"], said["placement"]) == (
-        8, 65536, 0.05, "llama3-8b", "given")
+        8, 65536, 0.05, "llama3-8b", "balanced")
 
 
 def test_balanced_placement_bounds_work_with_the_same_documents(run_json: Callable[..., dict[str, Any]]) -> None:
     options = ("plan", "prolong", "--ranks", 8, "--seed", 1)
-    given, balanced = run_json(*options), run_json(*options, "--placement", "balanced")
+    given, balanced = run_json(*options, "--placement", "given"), run_json(*options)
     assert balanced["work_max_over_mean"] <= 1.05
     assert balanced["work_max_over_mean_before"] == given["work_max_over_mean_before"]
     assert balanced["documents"] == given["documents"]
@@ -346,7 +350,7 @@ def test_every_command_of_the_guides_runs(run: Callable[..., tuple[int, str, str
             done = subprocess.run([sys.executable, "-m", "distca", *arguments, *short], cwd=ROOT, capture_output=True)
             assert done.returncode == 0, (line, done.stderr)
         elif command in ("distca", ".venv/bin/distca"):
-            code, _, err = run(*arguments)
+            code, _, err = run(*arguments, *(("--workers", "1") if arguments[0] == "simulate" else ()))
             assert (code, err) == (0, ""), line
             planned += 1
         else:
@@ -376,3 +380,74 @@ def test_benchmark_measures_a_folder_against_a_reference(tmp_path: Path) -> None
         assert row["ratios"]["bytes_total"] == pytest.approx(row["bytes_total"] / 1e6)
     assert written["host"]["numpy"] == np.__version__
     assert "skewed" in done.stdout
+
+
+def _said(run: Callable[..., tuple[int, str, str]], *arguments: Any) -> tuple[list[str], str]:
+    """The paragraphs of a command's output, and its last line."""
+    code, out, err = run(*arguments)
+    assert (code, err) == (0, "")
+    return out.split("\n\n"), out.rstrip("\n").rpartition("\n")[2].strip()
+
+
+def test_the_verdict_comes_first_and_names_what_it_is_over(run: Callable[..., tuple[int, str, str]],
+                                                           run_json: Callable[..., dict[str, Any]]) -> None:
+    options = ("plan", "prolong", "--ranks", 4)
+    said = run_json(*options)
+    paragraphs, last = _said(run, *options)
+    verdict = " ".join(paragraphs[1].split("\n  ")[0].split())
+    assert verdict.startswith(said["verdict"]) and last == said["next"]
+    before, after = said["work_max_over_mean_before"], said["work_max_over_mean"]
+    faster = f"Attention alone is {before / after:.2f}× as fast ({after / before:.0%} of the time), over no balancing"
+    assert said["verdict"].startswith(faster)
+    assert f"{after:.2f}× the mean work instead of {before:.2f}×" in said["verdict"]
+    several = run_json("plan", "prolong", "--ranks", 4, "--batches", 3)
+    assert "in the worst of 3 batches" in several["verdict"] and "over no balancing" in several["verdict"]
+    alike = run_json("plan", ",".join(["4096"] * 32), "--ranks", 4)
+    assert alike["verdict"].endswith("balancing gains nothing.")
+
+
+@pytest.mark.parametrize(("arguments", "line"), [
+    (("prolong", "--ranks", 4), "distca simulate --gpus 4 --tp 1 --batches 2"),
+    (("prolong", "--ranks", 3, "--seed", 5, "--tp", 2, "--model", "qwen3-8b"),
+     "distca simulate --model qwen3-8b --seed 5 --gpus 6 --tp 2 --batches 2"),
+    (("9000.csv", "--ranks", 2, "--column", "my tokens"),
+     "distca simulate --data 9000.csv --column 'my tokens' --context 8960 --gpus 2 --tp 1 --sequences 2 --batches 2"),
+    (("128k", "4k", "64_000", "--ranks", 2), "distca simulate --data 128k,4k,64_000 --context 131072 --gpus 2 --tp 1 "
+     "--sequences 2 --batches 2"),
+    (("prolong", "--ranks", 2, "--model", "llama3-70b"), "distca simulate --model llama3-70b --batches 2"),
+    (("stdlib", "--ranks", 2, "--cluster", "dgx-h100"), None),
+    (("mine.json",), None), (("prolong", "--ranks", 7, "--tokens-per-rank", "1000"), None),
+])
+def test_the_command_for_whole_steps_runs_as_it_is_printed(
+    run: Callable[..., tuple[int, str, str]], tmp_path: Path, arguments: tuple[Any, ...], line: str | None
+) -> None:
+    (tmp_path / "9000.csv").write_text("id,my tokens\n1,9000\n2,500\n3,1200\n")
+    _save_workload(tmp_path / "mine.json", "mine", 3, 4096, [3000, 1096], [8000, 192])
+    _, last = _said(run, "plan", *arguments)
+    assert last == line or line is None
+    command, *pasted = shlex.split(last)
+    assert command == "distca"
+    code, out, err = run(*pasted, "--workers", 1, "--batches", 1, "--strategies", "per_document_cp,distca", "--json")
+    assert code == 0 and "×" in json.loads(out)["verdict"], err
+
+
+def test_the_readme_pastes_what_plan_prints(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (tmp_path / "lengths.txt").write_text("\n".join(map(str, range(500, 60_001, 3))))
+    _, last = _said(run, "plan", "lengths.txt", "--ranks", "16")
+    assert "\ndistca plan lengths.txt --ranks 16 " in readme and f"\n{last} " in readme
+
+
+def test_alone_the_command_shows_five_things_to_do(run: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, err = run()
+    assert (code, err) == (0, "")
+    listed = [line for line in out.splitlines() if line.startswith("  ")]
+    assert len(listed) == 5 and max(map(len, out.splitlines())) <= 110
+    for line in listed:
+        command = line.partition("     distca ")[2].split()[:1]
+        assert not command or run(*command, "-h")[0] == 0
+
+
+def test_plan_places_as_train_does() -> None:
+    for command in (plan_command, report_command):
+        assert inspect.signature(command).parameters["placement"].default == Settings().attention.placement

@@ -44,7 +44,7 @@ def payload(path: Path) -> dict[str, dict[str, Any]]:
 
 def test_a_folder_shows_its_last_traced_step_its_log_and_its_summary(run: Callable[..., tuple[int, str, str]],
                                                                      log: Path, tmp_path: Path) -> None:
-    assert run("report", "log") == (0, "Written to report.html.\n", "")
+    assert run("report", "log") == (0, "Written to report.html. Open it in a browser.\n", "")
     shown = payload(tmp_path / "report.html")
     assert list(shown) == ["timeline", "run"]
     (timeline,) = shown["timeline"]["timelines"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import shlex
@@ -15,9 +16,12 @@ import pytest
 
 import distca
 from distca.cli.report import read_traces
+from distca.cli.simulate import simulate_command
 from distca.cost.attention_time import shipped_table
 from distca.models import model_named
+from distca.report.figures import byte_text
 from distca.simulate.setting import settings
+from distca.simulate.strategies import STRATEGIES
 from distca.simulate.sweep import Question, compare
 from distca.spec import cluster_named
 from distca.validation import UserError
@@ -106,10 +110,10 @@ def test_mistakes_are_one_line_and_exit_code_2(run: Callable[..., tuple[int, str
     assert err.count("\n") == 1 and said in err
 
 
-def test_the_terminal_ends_and_the_page_opens_with_it(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+def test_terminal_and_page_open_with_the_verdict(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     code, out, _ = run(*SHORT, "--html", "page.html")
-    assert code == 0
-    said = " ".join(out.replace("Written to page.html.", "").split())
+    assert code == 0 and "Written to page.html." in out
+    said = " ".join(out.split("\n\n")[1].split())
     code, printed, _ = run(*SHORT, "--json")
     found = json.loads(printed)
     rows = found["strategies"]
@@ -117,7 +121,10 @@ def test_the_terminal_ends_and_the_page_opens_with_it(run: Callable[..., tuple[i
                  if name not in ("distca", "disaggregated", "bound")}
     best = max(baselines, key=lambda name: baselines[name])
     ratio = rows["distca"]["tokens_per_second"] / baselines[best]
-    assert f"{ratio:.2f}× as fast as {best}, the best baseline" in found["verdict"] and said.endswith(found["verdict"])
+    assert f"{ratio:.2f}× as fast as {best}, the best baseline" in found["verdict"]
+    assert said.startswith(found["verdict"])
+    ours, theirs = (byte_text(1e9 * rows[name]["peak_memory_gb"]) for name in ("distca", best))
+    assert f"A GPU holds at most {ours}, against {theirs} with {best}." in found["verdict"]
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     header = page[page.index("<header>"):page.index("</header>")]
     assert found["verdict"] in header.replace("&#x27;", "'")
@@ -181,3 +188,39 @@ def test_every_command_of_the_guide_runs(run: Callable[..., tuple[int, str, str]
     assert ran > 4
     monkeypatch.setenv("PYTHONPATH", str(root))
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_names_are_whole_columns_have_a_legend_and_the_end_says_what_next(
+    run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    code, out, _ = run(*SHORT)
+    assert code == 0 and "…" not in out
+    *lines, last = out.splitlines()
+    assert max(map(len, lines)) <= width and last.startswith("Next: ")
+    for name in (*STRATEGIES, "bound"):
+        assert sum(line.split()[:1] == [name] for line in lines) >= 1 and name in out
+    for name in ("fixed_packing", "variable_length", "per_document_cp", "wlb_ideal"):  # in both tables
+        assert sum(line.split()[:1] == [name] for line in lines) == 2
+    legend = " ".join(out.split())
+    assert all(f" {column}: " in legend for column in ("idle", "exposed", "memory", "work"))
+
+
+@pytest.mark.parametrize("names", ["fixed_packing,wlb_ideal", "wlb_ideal", "distca", "bound"])
+def test_any_strategies_alone_make_a_table(run: Callable[..., tuple[int, str, str]], names: str) -> None:
+    code, out, err = run(*SHORT, "--strategies", names)
+    assert (code, err) == (0, "") and all(name in out for name in names.split(","))
+
+
+def test_what_is_left_open_is_chosen(run: Callable[..., tuple[int, str, str]]) -> None:
+    small = ("simulate", "--batches", "1", "--workers", "1", "--strategies", "distca", "--context", "8k", "--json")
+    for given, tp in (((), 8), (("--gpus", "8"), 4), (("--gpus", "6"), 3), (("--gpus", "1"), 1), (("--gpus", "7"), 1),
+                      (("--gpus", "60"), 6), (("--gpus", "16", "--tp", "8"), 8)):
+        code, out, err = run(*small, "--model", "llama3.2-3b", *given)
+        assert (code, err) == (0, "") and json.loads(out)["tp"] == tp, given
+
+
+def test_a_question_fits_a_page() -> None:
+    source, first = inspect.getsourcelines(simulate_command)
+    assert len(source) <= 60 and first > 0

@@ -142,7 +142,7 @@ def test_a_killed_run_keeps_its_chunks_and_the_next_gives_the_same_bits(tmp_path
             opened(tmp_path)
             os._exit(0)
         assert os.waitpid(child, 0)[1] == signal.SIGKILL
-        finished = json.loads((cache_of(tmp_path) / INDEX).read_text().splitlines()[-1])[0]
+        (finished, *_), _ = json.loads((cache_of(tmp_path) / INDEX).read_text().splitlines()[-1])
         assert finished > after - 60
     seen = counted(monkeypatch)
     assert documents_of(opened(tmp_path)) == as_documents(TEXTS)
@@ -161,8 +161,26 @@ def test_wherever_the_index_is_cut_the_corpus_is_whole_again(tmp_path: Path) -> 
     for size in range(0, len(content), 7):
         index.write_bytes(content[:size])
         assert documents_of(opened(tmp_path)) == as_documents(texts)
-    index.write_bytes(content.replace(b"[5,", b"@5,", 1))
-    assert documents_of(opened(tmp_path)) == as_documents(texts)
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_a_damaged_line_of_the_index_is_written_again(is_complete: bool, tmp_path: Path) -> None:
+    texts = TEXTS[:60]
+    write_texts(tmp_path, texts)
+    opened(tmp_path)
+    folder = cache_of(tmp_path)
+    lines = (folder / INDEX).read_bytes().splitlines(keepends=True)[:None if is_complete else -1]
+    assert len(lines) > 3
+    first, second = (json.loads(line) for line in lines[1:3])
+    damaged: list[Any] = [b"[]\n", b"5\n", b'{"a": 1, "b": 2}\n', b"[[1, 2], 3]\n", first[0]]
+    damaged += [[[*second[0][:at], value, *second[0][at + 1:]], second[1]]
+                for at in range(7) for value in (6, 0.5, "x")]
+    for one in damaged:
+        line = one if isinstance(one, bytes) else json.dumps(one).encode() + b"\n"
+        (folder / INDEX).write_bytes(b"".join([*lines[:2], line, *lines[3:]]))
+        assert documents_of(opened(tmp_path)) == as_documents(texts)
+        (folder / INDEX).write_bytes(b"".join([*lines[:2], line]))
+        assert documents_of(opened(tmp_path)) == as_documents(texts)
 
 
 @pytest.mark.parametrize("name", COLUMNS)
@@ -191,11 +209,12 @@ def test_a_damaged_chunk_of_a_killed_run_is_tokenized_again(tmp_path: Path, monk
     lines = (folder / INDEX).read_bytes().splitlines(keepends=True)
     (folder / INDEX).write_bytes(b"".join(lines[:9]))            # what it depends on, and eight chunks
     content = bytearray((folder / "tokens.bin").read_bytes())
-    content[2 * json.loads(lines[5])[2] + 3] ^= 1                # in the sixth chunk
+    (num_items, _, num_tokens, *_), _ = json.loads(lines[5])
+    content[2 * num_tokens + 3] ^= 1                             # in the sixth chunk
     (folder / "tokens.bin").write_bytes(content)
     seen = counted(monkeypatch)
     assert documents_of(opened(tmp_path)) == as_documents(TEXTS)
-    assert sorted(seen) == sorted(TEXTS[json.loads(lines[5])[0]:])
+    assert sorted(seen) == sorted(TEXTS[num_items:])
 
 
 # ---- other sources, tokenizers and settings
@@ -214,6 +233,29 @@ def test_another_source_is_never_taken_for_this_one(tmp_path: Path) -> None:
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
     opened(tmp_path)
     assert len(list((tmp_path / "cache").iterdir())) == 4
+
+
+@pytest.mark.parametrize("name", ["texts.jsonl", "more.jsonl"])
+def test_a_source_that_changes_while_it_is_tokenized_is_refused(name: str, tmp_path: Path,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of the folder grows, or another joins it."""
+    write_texts(tmp_path)
+    source, changes = tmp_path / "source", iter([True])
+    source.mkdir()
+    (tmp_path / "texts.jsonl").rename(source / "texts.jsonl")
+
+    def change(count: int) -> None:
+        if count > 100 and next(changes, False):
+            with (source / name).open("a") as file:
+                file.write('{"text": "new"}\n')
+
+    opens = partial(open_corpus, "jsonl", str(source), cache=Cache(str(tmp_path / "cache")))
+    with monkeypatch.context() as patch:
+        counted(patch, change)
+        assert f"{source} changed while it was tokenized" in refusal(opens)
+    corpus = opens()
+    assert isinstance(corpus, ArrayCorpus)
+    assert sorted(documents_of(corpus)) == sorted(as_documents([*TEXTS, "new"]))
 
 
 def test_the_hash_sees_a_large_files_size_time_ends_and_blocks(tmp_path: Path) -> None:
@@ -303,5 +345,6 @@ def test_the_log_says_which_cache_is_read(tmp_path: Path, caplog: pytest.LogCapt
     folder = cache_of(tmp_path)
     read = f"{tmp_path / 'texts.jsonl'}: 2 documents, 8 tokens in {folder}"
     assert caplog.messages == [f"tokenizing {tmp_path / 'texts.jsonl'} into {folder}", read, read]
-    assert hashlib.blake2b(json.dumps(json.loads((folder / INDEX).read_text().splitlines()[0])).encode(),
-                           digest_size=8).hexdigest() == folder.name.rpartition("-")[2]
+    facts, checksum = json.loads((folder / INDEX).read_text().splitlines()[0])
+    assert checksum == folder.name.rpartition("-")[2]
+    assert checksum == hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()

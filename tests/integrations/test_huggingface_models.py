@@ -46,6 +46,21 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v2": {**ROUTED, **LATENT, "q_lora_rank": None, "topk_method": "greedy"},
     "deepseek_v3": {**ROUTED, **LATENT},
+    "longcat_flash": {**LATENT, "num_layers": 1, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "moe_topk": 2,
+                      "zero_expert_num": 1},                     # two attentions a layer
+}
+SHARED: dict[str, Any] = {**ROUTED, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1,
+                          "n_group": 1, "topk_group": 1}
+OTHERS: dict[str, dict[str, Any]] = {
+    "olmoe": {**ROUTED, "num_experts": 4}, "glm4_moe": SHARED, "dots1": SHARED, "glm4_moe_lite": {**ROUTED, **LATENT},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_num_shared_experts": 1,
+                     "moe_layer_start_index": 1},
+    "qwen2_moe": {**ROUTED, "num_experts": 4, "shared_expert_intermediate_size": 16}, "solar_open": SHARED,
+    "qwen3_next": {**ROUTED, "num_experts": 4, "shared_expert_intermediate_size": 16,
+                   "layer_types": ["full_attention"] * 2},
+    "granitemoe": MODELS["mixtral"], "minimax_m2": MODELS["mixtral"], "flex_olmo": {**ROUTED, "num_experts": 4},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2}, "afmoe": {**ROUTED, "num_experts": 4}, "youtu": LATENT,
+    "exaone_moe": {**ROUTED, "num_experts": 4}, "hy_v3": {**ROUTED, "num_experts": 4}, "minicpm3": LATENT,
 }
 BALANCED = ("gpt_oss", "qwen3_moe", "mixtral")                   # have a loss that balances the load of experts
 LENGTHS = [3, 130, 1, 40]
@@ -53,7 +68,7 @@ LENGTHS = [3, 130, 1, 40]
 
 def small(kind: str, experts: str = "eager") -> Any:
     """Weights large enough for softcap, sinks and routers to matter. grouped_mm and eager softcaps know no float64."""
-    config = hf.AutoConfig.for_model(kind, **{**SIZE, **MODELS[kind], "experts_implementation": experts})
+    config = hf.AutoConfig.for_model(kind, **{**SIZE, **(MODELS | OTHERS)[kind], "experts_implementation": experts})
     model = hf.AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -126,6 +141,14 @@ def check_step(kind: str, lengths: list[int], rank: int = 0, ranks: int = 1, *, 
 @pytest.mark.parametrize("kind", MODELS)
 def test_packed_documents_match_the_plain_model(kind: str) -> None:
     check_step(kind, [60, 1, 25], checkpointing=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_experts_and_latents_match_the_plain_model(kind: str) -> None:
+    if kind not in hf.CONFIG_MAPPING:
+        pytest.skip(f"transformers {hf.__version__} has no {kind}")
+    check_step(kind, [60, 1, 25])
 
 
 @pytest.mark.parametrize("experts", ["batched_mm", "grouped_mm"])

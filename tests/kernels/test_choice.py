@@ -31,15 +31,12 @@ def test_auto_on_the_cpu_is_sdpa(dtype: torch.dtype, window: int | None) -> None
     assert choose("cpu", dtype, 64, window).name == "sdpa"
 
 
-def test_auto_says_once_what_runs_and_what_does_not(caplog: pytest.LogCaptureFixture,
-                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_says_once_what_runs(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distca.kernels, "_announced", set())
     with caplog.at_level(logging.INFO, logger="distca"):
         for _ in range(3):
             choose("cpu", torch.float32, 64)
-    assert len(caplog.messages) == 1
-    assert "kernel sdpa" in caplog.messages[0]
-    assert "varlen: " in caplog.messages[0]
+    assert caplog.messages == ["attention kernel sdpa for torch.float32, head_dim 64 on cpu"]  # none is for CPUs but it
 
 
 @pytest.fixture

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import random
 import re
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+import distca
 from distca.cost.attention_time import shipped_table
 from distca.cost.work import RECOMPUTE, activation_bytes
-from distca.models import model_named
+from distca.models import MODELS, model_named
 from distca.planning.local_orders import one_forward_one_backward
 from distca.planning.orders import interleaved_ticks
 from distca.simulate.costs import Costs
-from distca.simulate.memory import check_fits, memory
+from distca.simulate.fitting import StepAsked, fitting_settings
+from distca.simulate.memory import check_fits, least_bytes, memory
 from distca.simulate.setting import LEAST_BYTES, Setting, parse_memory, setting
 from distca.simulate.sweep import Question, compare
 from distca.spec import cluster_named
@@ -85,29 +90,98 @@ def test_large_models_have_an_answer_by_default(gpus: int, tp: int) -> None:
         assert outcome.peak_memory_gb * 1e9 <= CLUSTER.memory_bytes
 
 
-def asked(where: Setting, remedy: str) -> Setting:
-    """The setting that a refusal asks for; what it does not name is as by default."""
-    given = {option: value if option == "recompute" else int(value)
-             for option, value in re.findall(r"--(\w+) (\w+)", remedy[remedy.index("; give "):])}
-    assert given
-    options = {"gpus": where.gpus, "tp": where.tp, "pp": where.pp, "context": where.context,
-               "recompute": where.recompute, **given}
-    return setting(where.model, where.cluster, **options)  # type: ignore[arg-type]
+def typed(options: dict[str, Any], message: str) -> dict[str, Any]:
+    """The options after what a refusal says was typed too."""
+    said = re.findall(r"--(\w+) (\d+|auto)", message[message.index("; give "):])
+    assert said, message
+    return options | {name: value if name == "recompute" else (int(value),) if name == "pp" else int(value)
+                      for name, value in said}
 
 
-@pytest.mark.parametrize("where", [
-    setting(LARGE, CLUSTER, gpus=8, context=131_072), setting(LARGE, CLUSTER, gpus=16, context=131_072, tp=2),
-    setting(LARGE, CLUSTER, gpus=32, context=131_072, tp=1, pp=2),
-    setting(model_named("llama3-405b"), CLUSTER, gpus=64, context=131_072),
-    setting(model_named("deepseek-v3"), CLUSTER, gpus=64, context=131_072),
-    setting(LARGE, CLUSTER, gpus=16, context=131_072, recompute="none"),
-    setting(LARGE, CLUSTER, gpus=32, context=131_072, pp=4, recompute="selective"),
-    setting(MODEL, CLUSTER, gpus=64, context=131_072, sequences=4096)])
-def test_remedies_work(where: Setting) -> None:
+def settle(model: str, **options: Any) -> tuple[Setting, ...]:
+    return fitting_settings(model_named(model), CLUSTER, TABLE, StepAsked(**options))
+
+
+@pytest.mark.parametrize(("model", "options"), [
+    ("llama3-70b", {"gpus": 8, "tp": 8, "pp": (1,)}), ("llama3-70b", {"gpus": 16, "tp": 2, "pp": (1,)}),
+    ("llama3-70b", {"gpus": 32, "tp": 1, "pp": (2,)}), ("llama3-405b", {"gpus": 64, "tp": 8, "pp": (1,)}),
+    ("llama3-405b", {"gpus": 1}), ("llama3-405b", {"gpus": 1, "pp": (2,)}), ("deepseek-v3", {"gpus": 64, "ep": 1}),
+    ("deepseek-v3", {"gpus": 24}), ("llama3-70b", {"gpus": 16, "recompute": "none"}),
+    ("llama3-70b", {"gpus": 32, "pp": (4,), "recompute": "selective"}), ("llama3-8b", {"gpus": 1}),
+    ("llama3-8b", {"gpus": 64, "sequences": 4096}), ("llama3-8b", {"gpus": 60, "tp": 8}),
+    ("llama3-8b", {"gpus": 8, "tp": 1, "pp": (16,)})])
+def test_remedies_work(model: str, options: dict[str, Any]) -> None:
     with pytest.raises(UserError) as refusal:
+        settle(model, **options)
+    for where in settle(model, **typed(options, str(refusal.value))):
         check_fits(where, Costs.of(where.model, CLUSTER, where.tp, TABLE))
-    other = asked(where, str(refusal.value))
-    check_fits(other, Costs.of(other.model, CLUSTER, other.tp, TABLE))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_defaults_are_never_refused(model: str) -> None:
+    """Without a number of GPUs there is one that fits; with any, a refusal names a number that does."""
+    for context in (1_000, 131_072, 524_288):
+        assert settle(model, context=context)[0].num_pool >= 2
+    for gpus in (1, 7, 60, 512):
+        try:
+            found = settle(model, gpus=gpus)
+        except UserError as refused:
+            assert least_bytes(setting(model_named(model), CLUSTER, gpus=gpus, context=131_072, tp=1), Costs.of(
+                model_named(model), CLUSTER, 1, TABLE))[1] > CLUSTER.memory_bytes
+            found = settle(model, **typed({"gpus": gpus}, str(refused)))
+        assert all(least_bytes(where, Costs.of(where.model, CLUSTER, where.tp, TABLE))[1] <= CLUSTER.memory_bytes
+                   for where in found)
+
+
+def test_the_guide_says_what_is_chosen_and_refused() -> None:
+    guide = (Path(distca.__file__).parents[1] / "docs/guide/simulate.md").read_text(encoding="utf-8")
+    assert f"--strategies distca    # on {settle('deepseek-v3')[0].gpus} GPUs" in guide
+    with pytest.raises(UserError) as refusal:
+        settle("llama3-405b", gpus=4)
+    head, _, remedy = str(refusal.value).partition(": ")
+    assert f"distca: error: {head}: … ; give {remedy.partition('; give ')[2]}\n" in guide
+
+
+@pytest.mark.parametrize(("options", "remedy"), [
+    ({"gpus": 24, "tp": 8, "sequences": 1, "context": 1000}, {"context": 996}),
+    ({"gpus": 16, "sequences": 7, "micro_batches": (2,)}, {"sequences": 6}),
+    ({"model": "tiny", "gpus": 8, "pp": (4,)}, {"pp": (2,)})])
+def test_what_does_not_divide_names_a_number_that_does(options: dict[str, Any], remedy: dict[str, Any]) -> None:
+    options = {"model": "llama3-8b"} | options
+    with pytest.raises(UserError) as refusal:
+        settle(**options)
+    assert typed(options, str(refusal.value)) == options | remedy
+    assert settle(**options | remedy)
+
+
+@pytest.mark.slow
+def test_any_gpus_contexts_and_stages_are_answered_or_the_remedy_is() -> None:
+    draw = random.Random(0)
+    for _ in range(3000):
+        model = draw.choice(list(MODELS))
+        options: dict[str, Any] = {
+            "gpus": draw.choice((draw.randint(1, 512), 2 ** draw.randint(0, 9))),
+            "context": draw.choice((1000, 4096, 8960, 32_768, 65_536, 100_000, 131_072, 262_144, 524_288))}
+        if draw.random() < 0.3:
+            options["pp"] = (draw.choice([stages for stages in (1, 2, 4, 8) if stages <= MODELS[model].num_layers]),)
+        try:
+            settle(model, **options)
+        except UserError as refused:
+            settle(model, **typed(options, str(refused)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_defaults_have_an_answer(seed: int) -> None:
+    """A whole comparison runs, also where the memory is only just enough."""
+    draw = random.Random(seed)
+    model, gpus = draw.choice(list(MODELS)), draw.choice((1, 2, 4, 6, 8, 12, 16, 24, 32))
+    try:
+        found = settle(model, gpus=gpus)
+    except UserError as refused:
+        found = settle(model, **typed({"gpus": gpus}, str(refused)))
+    answer = compare(Question(found, ("fixed_packing", "distca"), Source("prolong"), TABLE, 0.05, 1))
+    assert any(outcome.name == "distca" for outcome in answer.outcomes)
 
 
 def test_memory_is_micro_batches_or_bytes() -> None:

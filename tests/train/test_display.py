@@ -275,3 +275,86 @@ def test_a_held_out_loss_is_shown_logged_and_kept(
     logged = [json.loads(line).get("eval_loss") for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
     assert logged == [None, 4.25, None] and scalars == [(4.25, 2)]
     assert json.loads((tmp_path / "summary.json").read_text())["eval_loss"] == 4.25
+
+
+def test_a_resumed_run_counts_as_one(settings: Settings) -> None:
+    """Two starts leave the summary of one: every figure but the time outside steps."""
+    whole = _observed(settings, _four(), _console())
+    assert whole is not None
+    parted = settings.with_values({"log.folder": str(_folder(settings).with_name("two"))})
+    _observed(parted, _four()[:2], _console(), stopped=True)
+    console = _console()
+    again = _observed(parted, _four()[2:], console)
+    assert again == whole
+    assert "This run goes on after step 2 of 4." in _text(console)
+    assert "Finished: 4 steps, 32,768 tokens" in _text(console)
+    assert json.loads((_folder(parted) / "summary.json").read_text())["steps"] == 4
+
+
+def test_a_killed_run_counts_from_its_log(settings: Settings) -> None:
+    """No summary was written, and steps that it logged beyond its checkpoint are taken again."""
+    killed = Observer(settings, 0, 2, _console())
+    for record in _four()[:3]:
+        killed.step(replace(record, loss=9.0 if record.step == 3 else record.loss, eval_loss=None, epochs=(0.5, 0.25)))
+    assert killed.log is not None
+    killed.log.close()
+    summary = _observed(settings, _four()[2:], _console())
+    assert summary is not None and (summary.steps, summary.first_loss) == (4, 5.0)
+    assert summary.seconds == pytest.approx(10)
+    assert json.loads((_folder(settings) / "summary.json").read_text())["wall_seconds"] >= 1 + 2
+
+
+def test_records_of_another_version_are_passed_over(settings: Settings) -> None:
+    _folder(settings).mkdir(parents=True)
+    (_folder(settings) / "steps.jsonl").write_text('{"step": 1, "loss": 3.0}\n')
+    summary = _observed(settings, _four()[1:], _console())
+    assert summary is not None and summary.steps == 3
+
+
+def test_more_of_a_finished_run_says_so(settings: Settings) -> None:
+    _observed(settings.with_values({"run.steps": 2}), _four()[:2], _console())
+    console = _console()
+    _observed(settings, _four()[2:], console)
+    assert ("This run had finished its 2 steps. It goes on to step 4, with learning rates of a schedule of 4 steps."
+            in _text(console))
+    console = _console()
+    _observed(settings.with_values({"checkpoint.folder": "saved"}), [], console)
+    assert "the newest checkpoint in 'saved' has all 4 of run.steps. For more, give --run.steps 8;" in _text(console)
+
+
+def test_the_panel_goes_on_with_the_curve_and_the_time(settings: Settings) -> None:
+    _observed(settings, _four()[:3], _console(), stopped=True)
+    summary = _folder(settings) / "summary.json"
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | {"wall_seconds": 7200.0}))
+    console = _console(terminal=True)
+    _observed(settings, _four()[3:], console)
+    assert f"loss            2.0000  {curve([5.0, 4.0, 3.0, 2.0])}" in _text(console)
+    assert "2:00:0" in _text(console).partition("about")[0] and "2:00:0" in _text(console).partition("Finished")[2]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_memory_is_what_is_held_now_beside_the_peak(settings: Settings, terminal: bool) -> None:
+    console = _console(terminal=terminal)
+    observer = Observer(settings.with_values({"log.every": 1}), 0, 2, console)
+    observer.step(replace(RECORD, memory_now_bytes=2 * 10**9))
+    observer.close()
+    assert "3 GB at the peak, 2 GB now" in _text(console)
+    assert _steps(settings)[0]["memory_now_bytes"] == 2e9
+
+
+def test_a_narrow_terminal_cuts_no_name(settings: Settings) -> None:
+    chosen = settings.with_values({"attention.dedicated": 2, "parallel.pipeline": 2, "batch.tokens_per_rank": 2**20})
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None, highlight=False)
+    observer = Observer(chosen, 0, 10, console)
+    observer.step(RECORD)
+    observer.close()
+    text = _text(console)
+    assert "…" not in text and "10 ranks in 2 stages, 2 of them only serving attention" in text
+    assert "tokens a step, attention disaggregated" in " ".join(text.replace("│", " ").split())
+
+
+def test_the_end_names_the_export_of_what_was_saved(settings: Settings) -> None:
+    console = _console()
+    _observed(settings.with_values({"checkpoint.folder": "my folder"}), _four(), console)
+    *_, export, report = _text(console).splitlines()
+    assert export.endswith("distca export 'my folder' my-model") and "distca report " in report

@@ -27,7 +27,7 @@ from distca.train.model.shape import (
     YarnScaling,
     check_heads,
 )
-from distca.validation import UserError, check_number, check_whole, read_json, short
+from distca.validation import UserError, check_number, check_whole, read_json, short, to_install
 
 _DEFAULTS: dict[str, dict[str, Any]] = {  # transformers' defaults that depend on the model type
     "llama": {"max_position_embeddings": 2048},
@@ -269,7 +269,7 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
         from safetensors import safe_open
     except ImportError:
         raise UserError("the package safetensors is not installed, which Hugging Face models need; "
-                        "pip install safetensors") from None
+                        f"{to_install('safetensors')}") from None
     if (folder / INDEX).is_file():
         content = read_json(folder / INDEX)
         weight_map = content.get("weight_map") if isinstance(content, dict) else None

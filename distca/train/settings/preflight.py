@@ -22,7 +22,7 @@ from distca.train.model.shape import DecoderShape, decoder_shape
 from distca.train.run_log import each_run_its_own
 from distca.train.settings import TOKENIZED, Settings
 from distca.train.settings.checks import check_degrees
-from distca.validation import UserError, read_text
+from distca.validation import UserError, read_text, to_install
 
 MAX_LOG_BYTES = 2**30  # limit of a steps.jsonl that a run continues
 
@@ -118,15 +118,15 @@ def threads_for(settings: Settings, local_world: int, environ: Mapping[str, str]
 
 def _require_packages(settings: Settings) -> None:
     if find_spec("torch") is None:
-        raise UserError("train needs torch, which is not installed; run: pip install torch safetensors xxhash")
+        raise UserError(f"train needs torch, which is not installed; {to_install('torch', 'safetensors', 'xxhash')}")
     for package, name, value in (("tensorboard", "log.tensorboard", settings.log.tensorboard),
                                  ("wandb", "log.wandb", settings.log.wandb),
                                  ("safetensors", "model.load", settings.model.load),
                                  ("xxhash", "checkpoint.folder", settings.checkpoint.folder),
                                  ("xxhash", "data.cache", settings.data.is_cached and settings.data.cache)):
         if value and find_spec(package) is None:
-            raise UserError(f"{name} is {json.dumps(value)} but {package} is not installed; run: pip install "
-                            f"{package}")
+            raise UserError(f"{name} is {json.dumps(value)} but {package} is not installed; "
+                            f"{to_install(package)}")
 
 
 def _check_files(settings: Settings) -> None:
