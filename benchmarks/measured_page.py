@@ -37,8 +37,7 @@ KERNELS = {"hopper": "distca", "before": "distca, the version before", "fa4": "F
 def page(results: Path = RESULTS) -> str:
     """The whole page."""
     parts = (planning, reference, nodes, attention, runtime, training_on_a_gpu, long_document, training, corpora,
-             restarts, pipeline, overlap, adapted, integrations, transformers_on_a_gpu, stages, simulated, trusted,
-             report_page)
+             pipeline, overlap, adapted, integrations, transformers_on_a_gpu, stages, simulated, trusted, report_page)
     blocks = "\n\n".join([HEAD, *(part(results) for part in parts)]).split("\n\n")
     return "\n\n".join(block if block.startswith(("#", "|")) else wrapped(block) for block in blocks) + "\n"
 
@@ -177,19 +176,6 @@ def corpora(results: Path) -> str:
             f"text, {large[0]['corpus_tokens'] / 1e9:.1f} billion tokens as bytes, add at most {added / 1e6:.0f} MB to "
             f"what is private to a rank, over a corpus of {content['memory'][0]['corpus_bytes'] / 1e6:.0f} MB "
             f"({_source('corpora')}, `benchmarks/corpora.py`).")
-
-
-def restarts(results: Path) -> str:
-    content = _read(results, "restart")
-    memory, disk = ({row["source"]: row for row in content["rows"]}[source] for source in ("memory", "disk"))
-    parts = memory["seconds_of"]
-    return (f"A run of {content['ranks']} CPU ranks goes on by itself after a SIGKILL: the end of the next step is "
-            f"{memory['seconds']:.1f} s away from host memory and {disk['seconds']:.1f} s from disk, on "
-            f"{_cores(content)}. From memory, survivors end after {parts['ended']:.1f} s, Python starts and imports in "
-            f"{parts['started'] + parts['imported']:.1f} s, ranks meet in {parts['met']:.1f} s, model, data and plans "
-            f"take {parts['built']:.1f} s, {memory['state_bytes'] / 1e6:.0f} MB of checkpoint {parts['loaded']:.1f} s "
-            f"and the step {parts['stepped']:.1f} s; the new rank 0 used {memory['cpu_seconds']:.1f} s of CPU "
-            f"({_source('restart')}, `benchmarks/restart.py`).")
 
 
 def pipeline(results: Path) -> str:
