@@ -224,7 +224,7 @@ def die(settings: Settings) -> int:
 
 MOMENTS = {  # where a rank is killed -> (module, class or "", function)
     "forward": ("distca.train.batches", "StageWork", "forward"),
-    "attention": ("distca.runtime.call", "Call", "serve"),
+    "attention": ("distca.runtime.call", "ForwardCall", "serve"),
     "backward": ("distca.train.batches", "StageWork", "backward"),
     "optimizer": ("distca.train.trainer", "", "clip_grad_norm"),
     "copying": ("distca.train.checkpoint.checkpointer", "", "local_part"),
