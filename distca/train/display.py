@@ -10,6 +10,7 @@ import math
 import shlex
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TextIO
@@ -21,7 +22,17 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from distca.train.run_log import RECENT, RunSummary, StepRecord, Tally, as_json, logged_records, open_log, trackers_for
+from distca.train.run_log import (
+    RECENT,
+    RunSummary,
+    StepRecord,
+    Tally,
+    as_json,
+    logged_records,
+    open_log,
+    restart_facts,
+    trackers_for,
+)
 from distca.train.settings import Data, Settings
 from distca.validation import UserError, read_json, write_own
 
@@ -34,8 +45,9 @@ BARS = "▁▂▃▄▅▆▇█"
 class Observer:
     """Shows and logs every step's record until `close`, which restores the terminal."""
 
-    def __init__(self, settings: Settings, rank: int, world: int, console: Console | None = None) -> None:
-        self.settings = settings
+    def __init__(self, settings: Settings, rank: int, world: int, console: Console | None = None,
+                 restarts: int = 0) -> None:
+        self.settings, self.restarts = settings, restarts
         self.active = rank == 0
         if not self.active:
             return
@@ -46,6 +58,7 @@ class Observer:
         self.tally = Tally()
         self.start = perf_counter()
         self.log: TextIO | None = None
+        self.restart_facts: dict[str, Any] = {}
         self.trackers = trackers_for(settings, self.folder)
         live = self.console.is_terminal and not self.console.is_dumb_terminal
         self.display = (_LiveDisplay if live else _Lines)(settings, world, self.console)
@@ -54,9 +67,12 @@ class Observer:
         if not self.active:
             return
         if self.log is None:
-            self.log = open_log(self.folder / "steps.jsonl", record.step)
+            path = self.folder / "steps.jsonl"
+            self.restart_facts = restart_facts(path, record.step, self.restarts)
+            self.log = open_log(path, record.step)
             if record.step > 1:
                 self.resume(record.step - 1)
+        record = replace(record, **self.restart_facts)
         self.log.write(json.dumps(as_json(record)) + "\n")
         self.log.flush()
         for tracker in self.trackers:
@@ -82,17 +98,29 @@ class Observer:
     def _print(self, line: str) -> None:
         self.console.print(line, markup=False, soft_wrap=True)
 
-    def close(self, *, stopped: bool = False) -> RunSummary | None:
-        """End the display, write and print the summary, and return it; None without steps and on other ranks."""
+    def close(self, *, stopped: bool = False, restarting: bool = False) -> RunSummary | None:
+        """End the display, write and print the summary, and return it.
+
+        There is none without steps, on other ranks, and if the run goes on after a restart.
+        """
         if not self.active:
             return None
         self.display.close()
         if self.log is not None:
             self.log.close()
+        path = self.folder / "steps.jsonl"
+        if self.restarts and self.log is None and path.exists():  # all steps had been taken before the restart
+            self.restart_facts = restart_facts(path, math.inf, self.restarts)
+            for record in logged_records(path):
+                self.tally.add(record)
         summary = self.tally.summary()
+        if summary is not None:
+            summary = replace(summary, **self.restart_facts)
         for tracker in self.trackers:
             tracker.close(finished=stopped or (summary is not None and summary.last_step >= self.settings.run.steps))
         wall_seconds = perf_counter() - self.start
+        if restarting:
+            return None
         if summary is None:
             steps, folder = self.settings.run.steps, self.settings.checkpoint.folder
             self._print("Stopped before the first step." if stopped else (
@@ -171,6 +199,7 @@ class _LiveDisplay:
                         f"{_share(record.host_seconds, record.seconds)} for the batch"),
             ("memory", memory_text(record)),
             *([("epochs", epochs_text(record.epochs, self.data))] if record.epochs else []),
+            *([("restarts", restarts_text(record))] if record.restarts else []),
             ("optimizer", f"lr {record.lr:.2e}, gradient norm {record.grad_norm:.2f}"),
             ("time", f"{clock(perf_counter() - self.start)}, about {clock(left)} left"),
         ):
@@ -206,6 +235,7 @@ def summary_lines(
                  f"{min(summary.steps, RECENT)} steps"),
         *([("held out", f"{summary.eval_loss:.4f} at the last evaluation")] if summary.eval_loss is not None else []),
         *([("epochs", epochs_text(summary.epochs, settings.data))] if summary.epochs else []),
+        *([("restarts", restarts_text(summary))] if summary.restarts else []),
         ("speed", f"{summary.tokens_per_second:,.0f} tokens/s{used(summary.mfu)}"),
         ("computing", f"{100 * summary.attention_share:.1f} % of the steps in attention, "
                       f"{100 * summary.linear_share:.1f} % in linear layers"),
@@ -252,6 +282,11 @@ def epochs_text(epochs: Sequence[float], data: Data) -> str:
     """Return how often the data were taken, by source if there are several."""
     names = [f"{one.path} " if data.mix else "" for one in data.sources()]
     return ", ".join(f"{name}{taken:.3g}" for name, taken in zip(names, epochs, strict=True))
+
+
+def restarts_text(one: StepRecord | RunSummary) -> str:
+    return (f"{one.restarts}, which took {clock(one.restart_seconds or 0.0)} between steps and repeated "
+            f"{one.repeated_steps} steps")
 
 
 def used(mfu: float | None) -> str:

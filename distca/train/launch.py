@@ -4,6 +4,10 @@ Every rank runs `main(settings)` with torchrun's environment variables set, for 
 asks local ranks to save and stop; a second Ctrl-C kills them. If a rank fails, the others get a moment to report their
 errors and are then killed. The run reports the first failure; a rank that a signal killed counts as first, because the
 errors of other ranks follow from its loss.
+
+With `run.restarts` local ranks are then all started again: their process group is lost with any of them. The process
+that takes a lost one's place has its rank and its device, so the mesh stays. The ranks learn of the restart as from
+torchrun, whose agent restarts the ranks of clusters and may give them another number.
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ STOP_MARGIN_SECONDS = 5.0
 POLL_SECONDS = 0.2
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 MAX_REPORT = 16_384  # characters of a traceback, so that it fits into the pipe's buffer
+RESTART_COUNT, MAX_RESTARTS = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"  # torchrun's
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -63,13 +68,14 @@ class Failure(NamedTuple):
     code: int
     text: str
     signal: int | None = None  # the signal that killed the rank; None for SIGABRT and SIGTERM
+    final: bool = False  # a refusal or a full disk, for example, which a restart would meet again
 
 
 def launch(settings: Settings, main: Main) -> int:
     """Run `main(settings)` on every rank and return the exit code; bad settings raise a ValueError before any start."""
     env = rank_in(os.environ)
     if env is not None:
-        quiet_torch()                                           # check_machine imports torch
+        quiet_torch()                                            # check_machine imports torch
         settings = settings.with_values({"run.ranks": env.world})
     check_settings(settings)
     if env is None:
@@ -89,12 +95,20 @@ def run_ranks(settings: Settings, main: Main) -> int:
     quiet_torch()
     os.environ.update(env.environment())
     _prepare(settings, env)
+    if env.rank == 0 and settings.run.restarts and not restarts(os.environ)[1]:
+        logging.getLogger("distca").warning("run.restarts is %d but only the launcher of these ranks can restart "
+                                            "them; torchrun has --max-restarts", settings.run.restarts)
     try:
-        return main(settings)
+        return main(_resuming(settings))
     except Exception as error:
         if not _is_lost(error):
             raise
         end_rank(str(error))
+
+
+def _resuming(settings: Settings) -> Settings:
+    """Return settings that resume after a restart, also if the run was to begin anew."""
+    return settings.with_values({"checkpoint.resume": True}) if restarts(os.environ)[0] else settings
 
 
 def quiet_torch() -> None:
@@ -109,6 +123,23 @@ def this_rank() -> RankEnv:
     if env is None:
         raise UserError(f"{', '.join(TORCHRUN)} are not set; start this with distca train, torchrun or srun")
     return env
+
+
+def restarts(environ: Mapping[str, str]) -> tuple[int, int]:
+    """Return how often the ranks of this run have been started again, and how often they may be."""
+    return int(environ.get(RESTART_COUNT) or 0), int(environ.get(MAX_RESTARTS) or 0)
+
+
+def will_restart(error: BaseException | None) -> bool:
+    """Return whether this error makes the launcher start all ranks again."""
+    count, most = restarts(os.environ)
+    return error is not None and not _is_final(error) and count < most
+
+
+def _is_final(error: BaseException) -> bool:
+    """Return whether a restart would meet this error again: a refusal or a full disk, but not the loss of a rank."""
+    lost = isinstance(error.__cause__, RuntimeError)             # of a checkpoint that could not be written
+    return isinstance(error, UserError | OSError) and not lost
 
 
 def rank_in(environ: Mapping[str, str]) -> RankEnv | None:
@@ -190,23 +221,41 @@ class _LocalRanks:
 
     def __init__(self, settings: Settings, main: Main) -> None:
         self.settings, self.main = settings, main
+        self.stop_signals: list[int] = []
+        self.restarts = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget the ranks of the last start."""
         self.processes: list[Any] = []
         self.reports: list[Connection] = []
         self.ended: dict[int, float] = {}  # rank -> time.time() of its end
-        self.stop_signals: list[int] = []
         self.memory_kills = MemoryKills.of(Path("/"))
 
     def run(self) -> int:
-        store = _loopback_store(self.settings.run.timeout_seconds)
         before = self._handle_signals()
+        try:
+            while (code := self._run_once()) is None:
+                self.restarts += 1
+            return code
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            if self.settings.checkpoint.neighbour_every:
+                from distca.train.checkpoint.neighbour import forget
+
+                forget(Path(self.settings.checkpoint.folder))
+
+    def _run_once(self) -> int | None:
+        """Start all ranks and wait for their end; return the exit code, or None if they are to be started again."""
+        self._begin()
+        store = _loopback_store(self.settings.run.timeout_seconds)
         try:
             for rank in range(self.settings.run.ranks):
                 self._start(rank, store.port)
             late = self._watch()
         finally:
             self._kill()
-            for number, handler in before.items():
-                signal.signal(number, handler)
         return self._code([self._failure(rank) for rank, process in enumerate(self.processes)
                            if process.exitcode and rank not in late], late)
 
@@ -215,7 +264,7 @@ class _LocalRanks:
         context = multiprocessing.get_context("spawn")
         report, reporter = context.Pipe(duplex=False)
         process = context.Process(target=_rank, name=f"rank {rank}", args=(
-            self.settings, self.main, RankEnv(rank, world, rank, world, "127.0.0.1", port), reporter))
+            self.settings, self.main, RankEnv(rank, world, rank, world, "127.0.0.1", port), self.restarts, reporter))
         process.start()
         reporter.close()
         self.processes.append(process)
@@ -242,13 +291,17 @@ class _LocalRanks:
             wait([process.sentinel for process in self.processes if process.exitcode is None], timeout=POLL_SECONDS)
         return self._kill()
 
-    def _code(self, failures: list[Failure], late: list[int]) -> int:
+    def _code(self, failures: list[Failure], late: list[int]) -> int | None:
         if self.stop_signals:  # ranks that had not yet set a handler were ended by SIGTERM
             failures = [failure for failure in failures if failure.code != 128 + signal.SIGTERM]
         if failures:
             first = min(failures, key=lambda failure: (failure.signal is None, failure.when))
-            print(first.text, file=sys.stderr, flush=True)
-            return first.code
+            most = 0 if self.stop_signals or first.final else self.settings.run.restarts
+            again = self.restarts < most
+            then = f"; restart {self.restarts + 1} of {most} (run.restarts), from the newest checkpoint" if again else (
+                f"; run.restarts is {most} and all have been used" if most else "")
+            print(first.text + then, file=sys.stderr, flush=True)
+            return None if again else first.code
         if not self.stop_signals:
             return 0
         if late:
@@ -290,22 +343,23 @@ class _LocalRanks:
                 for number in (signal.SIGTERM, signal.SIGINT)}
 
 
-def _rank(settings: Settings, main: Main, env: RankEnv, reporter: Connection) -> None:
+def _rank(settings: Settings, main: Main, env: RankEnv, count: int, reporter: Connection) -> None:
     """Run one local rank; it sends its failure to the launcher and ends with the launcher."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # terminals send Ctrl-C to all; the launcher sends SIGTERM instead
     _end_with_launcher()
     quiet_torch()
-    os.environ.update(env.environment(), TORCHELASTIC_USE_AGENT_STORE="True")
+    os.environ.update(env.environment(), TORCHELASTIC_USE_AGENT_STORE="True",
+                      **{RESTART_COUNT: str(count), MAX_RESTARTS: str(settings.run.restarts)})
     for name in [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")][:1]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
     _Report.launcher = reporter
     try:
         _prepare(settings, env)
-        code = main(settings)
+        code = main(_resuming(settings))
     except Exception as error:
         if isinstance(error, UserError | OSError) or _is_lost(error):
-            end_rank(str(error), 2 if isinstance(error, UserError) else 1)
+            end_rank(str(error), 2 if isinstance(error, UserError) else 1, final=_is_final(error))
         end_rank(f"distca: rank {env.rank} failed:\n{traceback.format_exc()[-MAX_REPORT:]}".rstrip())
     reporter.close()
     _end_process(code)
@@ -330,19 +384,19 @@ class _Report:
     lock = threading.Lock()
 
 
-def end_rank(text: str, code: int = 1) -> NoReturn:
+def end_rank(text: str, code: int = 1, final: bool = False) -> NoReturn:
     """Report `text` and end this rank; if several threads call this, only the first one reports."""
-    report_end(text, code)
+    report_end(text, code, final)
     _end_process(code)
 
 
-def report_end(text: str, code: int = 1) -> None:
+def report_end(text: str, code: int = 1, final: bool = False) -> None:
     """Report why this rank is about to end."""
     _Report.lock.acquire()                                       # never released: other threads wait until the end
     if not text.startswith("distca: "):
         text = f"distca: error: {plain(' '.join(text.split()))}"
     if _Report.launcher is not None:
-        _Report.launcher.send(Failure(time.time(), this_rank().rank, code, text))
+        _Report.launcher.send(Failure(time.time(), this_rank().rank, code, text, final=final))
     else:
         print(text, file=sys.stderr, flush=True)
 

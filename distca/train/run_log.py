@@ -72,6 +72,9 @@ class StepRecord:
     attention_seconds_max: float | None = None  # the slowest rank's, with attention.adapt
     server_speed: tuple[float, ...] | None = None  # [servers] relative to the median, with attention.adapt
     memory_now_bytes: int = 0  # held after the step; memory_bytes is the peak
+    restarts: int | None = None  # after which the run went on by itself; None before the first
+    restart_seconds: float | None = None  # of all restarts: from the last step before to the first step after
+    repeated_steps: int | None = None  # logged before a restart and computed again after it
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,9 @@ class RunSummary:
     linear_share: float = 0.0
     mfu: float | None = None  # over the time inside steps
     epochs: tuple[float, ...] | None = None  # of each source, at the end
+    restarts: int | None = None  # as in StepRecord
+    restart_seconds: float | None = None
+    repeated_steps: int | None = None
 
     @property
     def work_gain(self) -> float:
@@ -167,6 +173,18 @@ def open_log(path: Path, step: int) -> TextIO:
     return open_own(path, "a")
 
 
+def restart_facts(path: Path, step: float, restarts: int) -> dict[str, Any]:
+    """Return what a run's records say from now on of its restarts, before its log is cut before `step`."""
+    if not restarts:
+        return {}
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    logged = [json.loads(line) for line in lines if _is_before(line, math.inf)]
+    last, repeated = logged[-1] if logged else {}, sum(record["step"] >= step for record in logged)
+    seconds = time.time() - path.stat().st_mtime if logged else 0.0
+    return {"restarts": restarts, "restart_seconds": seconds + last.get("restart_seconds", 0.0),
+            "repeated_steps": repeated + last.get("repeated_steps", 0)}
+
+
 def logged_records(path: Path) -> Iterator[StepRecord]:
     """Yield the records of a log, which an earlier start of the run wrote; skip those with other fields than ours."""
     known = {field.name for field in fields(StepRecord)}
@@ -178,7 +196,7 @@ def logged_records(path: Path) -> Iterator[StepRecord]:
             yield StepRecord(**values)
 
 
-def _is_before(line: bytes, step: int) -> bool:
+def _is_before(line: bytes, step: float) -> bool:
     """Return whether a line of the log is complete and about an earlier step."""
     try:
         return line.endswith(b"\n") and int(json.loads(line)["step"]) < step

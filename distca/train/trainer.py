@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import resource
 import signal
+import sys
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -40,6 +42,7 @@ from distca.train.batches import Batch, Batches, Evaluation, StageWork, check_fi
 from distca.train.checkpoint.checkpointer import Checkpointer, SaveError
 from distca.train.checkpoint.export import export_newest, keep_tokenizer, token_ids
 from distca.train.checkpoint.folder import step_folders
+from distca.train.checkpoint.neighbour import NeighbourCheckpoints
 from distca.train.data import Loader, open_corpora
 from distca.train.display import Observer
 from distca.train.groups import gather_json, groups_of, num_training, on_first, serve, set_timeouts, transport_between
@@ -147,6 +150,7 @@ class Trainer:
         set_timeouts(timeout)
         self.step, self.stopping = 0, False
         self.log: FolderLock | None = None                       # rank 0's lock on the log folder during training
+        self.copies: NeighbourCheckpoints | None = None          # of checkpoints, in host memory
         self.checkpoints = self.open_checkpoints(shape, dtype)
 
     def open_checkpoints(self, shape: DecoderShape, dtype: torch.dtype) -> Checkpointer | None:
@@ -160,7 +164,9 @@ class Trainer:
             | token_ids(self.settings), group=self.trainers)
         if self.rank == 0:
             keep_tokenizer(self.settings, Path(chosen.folder))
-        state = checkpoints.resume() if chosen.resume else None
+        if chosen.neighbour_every:
+            self.copies = NeighbourCheckpoints(checkpoints, self.trainers, platform.node())
+        state = (self.copies or checkpoints).resume() if chosen.resume else None
         if state is not None:
             self.batches.load(state.loader)
             self.step = state.step
@@ -170,34 +176,39 @@ class Trainer:
         """Lock this run's log folder until the run ends; return its path."""
         saved = self.settings.checkpoint.folder
         self.log = open_log_folder(Path(self.settings.log.folder), Path(saved) if saved else None,
-                                   resumed=self.step > 0)
+                                   resumed=self.step > 0 or launch.restarts(os.environ)[0] > 0)
         return str(self.log.folder)
 
     def train(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.ask_to_stop)
         self.settings = self.settings.with_values({"log.folder": on_first(self.open_log, self.trainers)})
-        observer = Observer(self.settings, self.rank, self.world)
+        observer = Observer(self.settings, self.rank, self.world, restarts=launch.restarts(os.environ)[0])
         if self.rank == 0:
             write_about(self.settings, self.world, self.batches.loader.model, self.device)
+        saved = self.settings.checkpoint
         try:
             while self.step < self.settings.run.steps and not self.agreed_to_stop():
                 record = self.one_step()
                 if self.evaluation is not None and self.evaluation.is_due(self.step):
                     record = replace(record, eval_loss=self.evaluation.loss(self.forward_only, self.pool))
                 observer.step(record)
-                if self.settings.checkpoint.every and self.step % self.settings.checkpoint.every == 0:
-                    self.save()
+                if saved.every and self.step % saved.every == 0:
+                    self.save(self.checkpoints)
+                elif saved.neighbour_every and self.step % saved.neighbour_every == 0:
+                    self.save(self.copies)
             if self.settings.attention.dedicated:
                 stop_servers(self.attention, dist.get_world_size(self.pool))  # before saving, which may take long
-            self.save()
+            self.save(self.checkpoints)
         finally:
             self.batches.close()
-            observer.close(stopped=self.stopping)
+            observer.close(stopped=self.stopping, restarting=launch.will_restart(sys.exception()))
             if self.log is not None:
                 self.log.release()
         if self.checkpoints is not None:
             self.checkpoints.close()
+        if self.copies is not None:
+            self.copies.close()
 
     def one_step(self) -> StepRecord:
         began = perf_counter()
@@ -280,16 +291,15 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm)
 
-    def save(self) -> None:
-        if self.checkpoints is not None:
-            self.finish_save()
-            self.checkpoints.save(self.step, self.batches.position)
+    def save(self, into: Checkpointer | NeighbourCheckpoints | None) -> None:
+        if into is not None:
+            self.finish_save(into)
+            into.save(self.step, self.batches.position)
 
-    def finish_save(self) -> None:
+    def finish_save(self, saver: Checkpointer | NeighbourCheckpoints) -> None:
         """Wait for the save in flight; if it failed, raise or warn, as `checkpoint.on_error` says."""
-        assert self.checkpoints is not None
         try:
-            self.checkpoints.finish()
+            saver.finish()
         except SaveError as error:
             if self.settings.checkpoint.on_error == "stop":
                 raise
@@ -300,12 +310,13 @@ class Trainer:
 
     def agreed_to_stop(self) -> bool:
         """Return whether any rank was asked to stop, so that all ranks stop, or see a failed save, at the same step."""
-        failed = self.checkpoints is not None and self.checkpoints.failed
-        flags = torch.tensor([int(self.stopping), int(failed)])
+        savers = [saver for saver in (self.checkpoints, self.copies) if saver is not None]
+        flags = torch.tensor([self.stopping, *(saver.failed for saver in savers)], dtype=torch.int64)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.trainers)
         self.stopping = bool(flags[0])
-        if flags[1]:
-            self.finish_save()
+        for saver, failed in zip(savers, flags[1:], strict=True):
+            if failed:
+                self.finish_save(saver)
         return self.stopping
 
     def write_trace(self, trace: StepTrace, plan: StepPlan) -> None:

@@ -1,7 +1,9 @@
 """What a run writes: a folder that no two runs share, and its figures for trackers."""
 
 import io
+import json
 import logging
+import math
 import os
 import shlex
 import subprocess
@@ -323,3 +325,40 @@ def test_a_summary_knows_utilization_only_where_steps_do() -> None:
     tally.add(replace(RECORD, mfu=None))
     summary = tally.summary()
     assert summary is not None and summary.mfu is None and summary.attention_share == pytest.approx(0.4)
+
+
+def started_again(settings: Settings, records: list[StepRecord], count: int, age: float = 100.0) -> tuple[str, Any]:
+    """Log these after restart `count`, where the last line is `age` seconds old; what was printed and summed up."""
+    out = console()
+    os.utime(Path(settings.log.folder) / "steps.jsonl", (time.time() - age,) * 2)
+    observer = Observer(settings, 0, 2, out, restarts=count)
+    for record in records:
+        observer.step(record)
+    summary = observer.close()
+    assert isinstance(out.file, io.StringIO)
+    return out.file.getvalue(), summary
+
+
+def test_a_restart_counts_what_it_cost_and_the_run_is_summed_up_from_its_start(settings: Settings) -> None:
+    steps = [replace(RECORD, step=step, loss=10.0 - step, tokens=100, epochs=(0.1 * step,)) for step in range(1, 8)]
+    settings = settings.with_values({"run.steps": 7, "log.wandb": ""})
+    assert "Finished" not in observed(settings, steps[:5], restarting=True)  # it goes on
+    with (Path(settings.log.folder) / "steps.jsonl").open("a") as log:
+        log.write('{"step": 6, "lo')                             # cut short by a kill
+    started_again(settings, steps[3:6], 1)                       # steps 4 and 5 once more, and 6
+    text, summary = started_again(settings, steps[5:], 3, age=50.0)  # and 6 once more
+    assert (summary.restarts, summary.repeated_steps, summary.steps, summary.tokens) == (3, 2 + 1, 7, 700)
+    assert 150 <= summary.restart_seconds < 170 and (summary.first_loss, summary.final_loss) == (9.0, 3.0)
+    assert "Finished: 7 steps, 700 tokens" in text and "3, which took 2:3" in text and "repeated 3 steps" in text
+    lines = [json.loads(line) for line in (Path(settings.log.folder) / "steps.jsonl").read_text().splitlines()]
+    assert [(line["step"], line.get("restarts"), line.get("repeated_steps")) for line in lines] == [
+        (1, None, None), (2, None, None), (3, None, None), (4, 1, 2), (5, 1, 2), (6, 3, 3), (7, 3, 3)]
+    read_log(Path(settings.log.folder))                          # a report takes the log as it is
+
+
+def test_a_restart_that_has_no_step_left_still_sums_up_the_run(settings: Settings) -> None:
+    settings = settings.with_values({"log.wandb": ""})
+    observed(settings, [replace(RECORD, step=1, loss=math.nan), replace(RECORD, step=2)], restarting=True)
+    text, summary = started_again(settings, [], 1)
+    assert "Finished: 2 steps" in text and (summary.restarts, summary.repeated_steps) == (1, 0)
+    assert math.isnan(summary.first_loss)

@@ -62,18 +62,17 @@ class Checkpointer:
             raise UserError(f"checkpoint.keep = {keep}: keep at least 1")
         self.folder, self.keep, self.model, self.optimizer = Path(folder), keep, model, optimizer
         self.run, self.config, self.timeout_seconds = dict(run or {}), dict(config or {}), timeout_seconds
-        self._group = (group_of(dist.get_process_group_ranks(group), timedelta(seconds=timeout_seconds), "gloo")
-                       if dist.is_initialized() else None)
-        self._rank, self._num_ranks = _rank_of(self._group)
+        self._group = group_of_threads(group, timeout_seconds)
+        self._rank, self._num_ranks = rank_of(self._group)
         self._pending: tuple[int, Future[None]] | None = None    # step and future of the save in flight
         self._newest: int | None = None                          # newest step that was saved, is being saved or loaded
-        self._writes: dict[bool, set[str]] = {}                  # with optimizer? -> names that this rank writes
+        self._writes: dict[tuple[bool, bool], set[str]] = {}     # `_writes_of`'s results
         self._lock: FolderLock | None = None
         self._check_folder(resume)
-        self._whole: dict[str, str] = {}                         # dtype and shape of the whole model's tensors, by name
+        self.whole: dict[str, str] = {}                         # dtype and shape of the whole model's tensors, by name
         for part in gather_json(describe(model), self._group):
-            assert all(self._whole.get(name, found) == found for name, found in part.items())
-            self._whole |= part
+            assert all(self.whole.get(name, found) == found for name, found in part.items())
+            self.whole |= part
 
     @property
     def failed(self) -> bool:
@@ -111,19 +110,39 @@ class Checkpointer:
         self.finish()
         if step == self._newest:
             return
+        self._pending, self._newest = (step, in_background(self._write, *self.stage(step, loader_state))), step
+
+    def stage(
+        self, step: int, loader_state: Mapping[str, Any], hosts: Sequence[str] = (),
+        group: dist.ProcessGroup | None = None,
+    ) -> tuple[Manifest, list[tuple[Part, torch.Tensor]]]:
+        """Copy what this rank writes to host memory; return it with a manifest that lists no files yet.
+
+        Ranks divide what several of them hold; with `hosts`, the host of each rank, only the ranks of one host do.
+        They agree on that over `group`, on which no save may be in flight; by default the checkpointer's.
+        """
         with_optimizer = len(self.optimizer.state) > 0
-        tensors, _ = _named(self.model, self.optimizer, with_optimizer)
-        if with_optimizer not in self._writes:
-            by_rank = gather_json([part_of(*item) for item in tensors.items()], self._group)
-            self._writes[with_optimizer] = writers([[Part(*part) for part in parts] for parts in by_rank])[self._rank]
-        rng = _rng_states(self.model)
-        tensors = {name: tensor for name, tensor in tensors.items() if name in self._writes[with_optimizer]}
+        tensors, _ = named_tensors(self.model, self.optimizer, with_optimizer)
+        writes = self._writes_of(tensors, with_optimizer, hosts, group or self._group)
+        rng = rng_states(self.model)
+        tensors = {name: tensor for name, tensor in tensors.items() if name in writes}
         tensors |= {f"rng.{self._rank}.{kind}": state for kind, state in rng.items()}
         staged = [(part_of(name, tensor), local_part(tensor).to("cpu", copy=True)) for name, tensor in tensors.items()]
-        manifest = Manifest(
+        return Manifest(
             folders.FORMAT, folders.VERSION, step, self._num_ranks, str(torch.__version__), self.run, with_optimizer,
-            sorted(rng), json.loads(json.dumps(loader_state)), self.config, {}, {})
-        self._pending, self._newest = (step, in_background(self._write, manifest, staged)), step
+            sorted(rng), json.loads(json.dumps(loader_state)), self.config, {}, {}), staged
+
+    def _writes_of(self, tensors: Mapping[str, torch.Tensor], with_optimizer: bool, hosts: Sequence[str],
+                   group: dist.ProcessGroup | None) -> set[str]:
+        """Return the names that this rank writes; all ranks call this at the same time."""
+        key = with_optimizer, bool(hosts)
+        if key not in self._writes:
+            by_rank = [[Part(*part) for part in parts] for parts in gather_json(
+                [part_of(*item) for item in tensors.items()], group)]
+            sharing = [parts if not hosts or hosts[rank] == hosts[self._rank] else []
+                       for rank, parts in enumerate(by_rank)]
+            self._writes[key] = writers(sharing)[self._rank]
+        return self._writes[key]
 
     def finish(self) -> None:
         """Wait until the save in flight is complete, or raise a SaveError. Needs the process group."""
@@ -131,14 +150,10 @@ class Checkpointer:
             return
         (step, future), self._pending = self._pending, None
         try:
-            error = future.exception(timeout=2 * self.timeout_seconds)  # its collectives time out earlier
-        except TimeoutError:
-            error = OSError(f"it took longer than {2 * self.timeout_seconds:g} s (run.timeout_seconds)")
-        if error is None:
-            return
-        self._newest = None
-        reason = " ".join(str(error).split())
-        raise SaveError(f"checkpoint {self.folder / step_name(step)} was not written: {reason}") from error
+            wait_for_save(self.folder / step_name(step), future, self.timeout_seconds)
+        except BaseException:
+            self._newest = None
+            raise
 
     def close(self) -> None:
         """Finish the save in flight and unlock the folder."""
@@ -151,7 +166,7 @@ class Checkpointer:
 
     def _candidate(self, path: Path, damaged: list[str]) -> str | None:
         """Return the manifest of a usable checkpoint. Otherwise warn and return None; raise if it is another run's."""
-        verdict, reason = judge(path, self._whole, self.run)
+        verdict, reason = judge(path, self.whole, self.run)
         if verdict == "good":
             return folders.manifest_bytes(folders.read_manifest(path)).decode()
         if verdict == "another run's":
@@ -167,12 +182,12 @@ class Checkpointer:
         target = self.folder / step_name(manifest.step)
         sizes = gather_json(sum(part.num_bytes for part, _ in staged), self._group)
         on_first(lambda: self._prepare(target, sum(sizes)), self._group)
-        written = gather_json(self._write_files(target, staged), self._group)
+        written = gather_json(write_files(target, staged, self._rank), self._group)
         on_first(lambda: self._complete(target, manifest, written), self._group)
 
     def _prepare(self, target: Path, num_bytes: int) -> None:
         try:
-            folders.make_room(target, self._whole, self.run)
+            folders.make_room(target, self.whole, self.run)
             free = shutil.disk_usage(self.folder).free
             if free < num_bytes:
                 raise OSError(errno.ENOSPC, f"no space: it needs {num_bytes:,} bytes and {free:,} are free")
@@ -180,33 +195,14 @@ class Checkpointer:
         except OSError as error:
             raise UserError(cause(error)) from None
 
-    def _write_files(self, target: Path, staged: Sequence[tuple[Part, torch.Tensor]]) -> dict[str, Any]:
-        written: dict[str, Any] = {"files": {}, "blocks": [], "error": None}
-        try:
-            target.mkdir(exist_ok=True)                          # a network file system may show it late
-            for kind in ("model", "state"):
-                parts = [part for part in staged if part[0].name.startswith("model.") is (kind == "model")]
-                if parts:
-                    file = target / f"{kind}-{self._rank:05d}.safetensors"
-                    written["files"][file.name], blocks = write_file(file, parts)
-                    written["blocks"] += blocks
-        except OSError as error:
-            written["error"] = f"rank {self._rank}: {cause(error)}"
-        return written
-
     def _complete(self, target: Path, manifest: Manifest, written: Sequence[Mapping[str, Any]]) -> None:
         """On rank 0, write the manifest and prune old checkpoints; without a manifest, remove this checkpoint."""
         try:
-            for rank in written:
-                if rank["error"] is not None:
-                    raise OSError(rank["error"])
-            blocks = [(Part(*part), folders.Block(*block)) for rank in written for part, block in rank["blocks"]]
-            files = {name: folders.FileFacts(*facts) for rank in written for name, facts in rank["files"].items()}
-            folders.write_manifest(target, replace(manifest, files=files, tensors=tensor_table(blocks)))
-            verdict, reason = judge(target, self._whole, self.run)
+            folders.write_manifest(target, with_files(manifest, written))
+            verdict, reason = judge(target, self.whole, self.run)
             if verdict != "good":
                 raise OSError(f"{target} reads back {verdict}: {reason}")
-            folders.prune(self.folder, self.keep, self._whole, self.run)
+            folders.prune(self.folder, self.keep, self.whole, self.run)
         except OSError as error:
             if not (target / folders.MANIFEST).exists():
                 shutil.rmtree(target, ignore_errors=True)        # frees its space
@@ -238,6 +234,42 @@ class Checkpointer:
         self._lock = FolderLock(self.folder, "checkpoint.folder")
 
 
+def write_files(target: Path, staged: Sequence[tuple[Part, torch.Tensor]], rank: int) -> dict[str, Any]:
+    """Write a rank's files, and return their facts and blocks, or the error that kept it from that."""
+    written: dict[str, Any] = {"files": {}, "blocks": [], "error": None}
+    try:
+        target.mkdir(exist_ok=True)                              # a network file system may show it late
+        for kind in ("model", "state"):
+            parts = [part for part in staged if part[0].name.startswith("model.") is (kind == "model")]
+            if parts:
+                file = target / f"{kind}-{rank:05d}.safetensors"
+                written["files"][file.name], blocks = write_file(file, parts)
+                written["blocks"] += blocks
+    except OSError as error:
+        written["error"] = f"rank {rank}: {cause(error)}"
+    return written
+
+
+def with_files(manifest: Manifest, written: Sequence[Mapping[str, Any]]) -> Manifest:
+    """Return the manifest with the files that all ranks have written; raise an OSError if one of them could not."""
+    for rank in written:
+        if rank["error"] is not None:
+            raise OSError(rank["error"])
+    blocks = [(Part(*part), folders.Block(*block)) for rank in written for part, block in rank["blocks"]]
+    files = {name: folders.FileFacts(*facts) for rank in written for name, facts in rank["files"].items()}
+    return replace(manifest, files=files, tensors=tensor_table(blocks))
+
+
+def wait_for_save(path: Path, future: Future[None], timeout_seconds: float) -> None:
+    """Wait until a save is complete, or raise a SaveError, whose cause is a RuntimeError if another rank was lost."""
+    try:
+        error = future.exception(timeout=2 * timeout_seconds)    # its collectives time out earlier
+    except TimeoutError:
+        error = OSError(f"it took longer than {2 * timeout_seconds:g} s (run.timeout_seconds)")
+    if error is not None:
+        raise SaveError(f"checkpoint {path} was not written: {' '.join(str(error).split())}") from error
+
+
 def load(
     path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, manifest: Manifest | None = None,
     group: dist.ProcessGroup | None = None,
@@ -250,9 +282,9 @@ def load(
     manifest = manifest or folders.read_manifest(path)
     if not manifest.optimizer:
         optimizer.state.clear()                                  # left by a newer checkpoint that proved damaged
-    tensors, optimizer_state = _named(model, optimizer, manifest.optimizer)
-    rank, num_ranks = _rank_of(group)
-    rng = _rng_states(model)
+    tensors, optimizer_state = named_tensors(model, optimizer, manifest.optimizer)
+    rank, num_ranks = rank_of(group)
+    rng = rng_states(model)
     with_rng = (manifest.num_ranks, manifest.rng) == (num_ranks, sorted(rng))
     with Reader(path, manifest) as reader, torch.no_grad():
         for name, tensor in tensors.items():
@@ -269,8 +301,8 @@ def load(
     return TrainState(manifest.step, manifest.loader, manifest.num_ranks)
 
 
-def _named(model: torch.nn.Module, optimizer: torch.optim.Optimizer,
-           with_optimizer: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def named_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer,
+                  with_optimizer: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return all tensors by their stored names, and the optimizer's state dict with the same tensors."""
     model_state, optimizer_state = get_state_dict(model, optimizer if with_optimizer else ())
     states = cast("dict[str, Any]", optimizer_state)
@@ -282,12 +314,19 @@ def _named(model: torch.nn.Module, optimizer: torch.optim.Optimizer,
     return tensors, states
 
 
-def _rank_of(group: dist.ProcessGroup | None) -> tuple[int, int]:
+def group_of_threads(group: dist.ProcessGroup | None, timeout_seconds: float) -> dist.ProcessGroup | None:
+    """Create a gloo group of the same ranks for one background thread; None without a process group."""
+    if not dist.is_initialized():
+        return None
+    return group_of(dist.get_process_group_ranks(group), timedelta(seconds=timeout_seconds), "gloo")
+
+
+def rank_of(group: dist.ProcessGroup | None) -> tuple[int, int]:
     """Return this process's rank in the group, and the group's size."""
     return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
 
 
-def _rng_states(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def rng_states(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     states = {"cpu": torch.get_rng_state()}
     kind = next(model.parameters()).device.type
     if kind != "cpu":

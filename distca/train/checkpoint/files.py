@@ -97,6 +97,13 @@ def writers(by_rank: Sequence[Sequence[Part]]) -> list[set[str]]:
     return names
 
 
+def overlap(part: Part, block: Block) -> tuple[list[int], list[int]]:
+    """Return offset and shape of the elements that a part and a stored block share; the shape may have zeros."""
+    start = [max(a, b) for a, b in zip(part.offset, block.offset, strict=True)]
+    stop = [min(a + n, b + m) for a, n, b, m in zip(part.offset, part.box, block.offset, block.shape, strict=True)]
+    return start, [max(0, b - a) for a, b in zip(start, stop, strict=True)]
+
+
 def safetensors_header(tensors: Iterable[tuple[str, str, list[int]]]) -> bytes:
     """Return the header of a safetensors file with tensors (name, dtype, shape) in this order."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -157,10 +164,7 @@ class Reader:
             raise DamagedError(f"{name} is {stored.dtype} {stored.shape} there and {part.dtype} {part.shape} here")
         found = 0
         for block in stored.blocks:
-            start = [max(a, b) for a, b in zip(part.offset, block.offset, strict=True)]
-            stop = [min(a + n, b + m) for a, n, b, m in zip(part.offset, part.box, block.offset, block.shape,
-                                                            strict=True)]
-            size = [max(0, b - a) for a, b in zip(start, stop, strict=True)]
+            start, size = overlap(part, block)
             if prod(size) == 0 or prod(block.shape) * into.element_size() != block.num_bytes:
                 continue
             found += prod(size)

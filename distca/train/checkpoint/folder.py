@@ -135,14 +135,20 @@ def judge(path: Path, model: Mapping[str, str], run: Mapping[str, Any]) -> tuple
         return "damaged", str(error)
     except ValueError as error:
         return "foreign", str(error)
+    different = difference(manifest, model, run)
+    return ("another run's", different) if different else ("good", "")
+
+
+def difference(manifest: Manifest, model: Mapping[str, str], run: Mapping[str, Any]) -> str:
+    """Return in what a checkpoint differs from a model and a run; empty if it is of the same run."""
     for name in sorted(manifest.run.keys() & run.keys()):
         if manifest.run[name] != run[name]:
-            return "another run's", f"{name} is {manifest.run[name]!r} there and {run[name]!r} here"
+            return f"{name} is {manifest.run[name]!r} there and {run[name]!r} here"
     for name in sorted({*manifest.model, *model}):
         there, here = manifest.model.get(name, "nothing"), model.get(name, "nothing")
         if there != here:
-            return "another run's", f"{name} is {there} there and {here} here"
-    return "good", ""
+            return f"{name} is {there} there and {here} here"
+    return ""
 
 
 def read_manifest(path: Path) -> Manifest:

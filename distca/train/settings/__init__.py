@@ -26,6 +26,7 @@ MAX_SEED = 2**53             # accepted by every random generator
 MAX_SECONDS = 10**8          # three years: the longest timeout of a process group
 MAX_MICRO_BATCHES = 4_096    # plans are made for each
 MAX_THREADS = 4_096
+MAX_RESTARTS = 10_000
 MAX_LAYERS = 65_536
 
 
@@ -43,6 +44,8 @@ class Run:
     threads: int = setting(0, "CPU threads of a rank; 0 shares this machine's cores among its ranks.", most=MAX_THREADS)
     timeout_seconds: int = setting(600, "How long a rank waits for other ranks before the run fails.", least=1,
         most=MAX_SECONDS)
+    restarts: int = setting(0, "How often ranks on this machine are started again after one was lost, from the newest "
+        "checkpoint; torchrun's --max-restarts says it for a cluster.", most=MAX_RESTARTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +193,8 @@ class Checkpoint:
     folder: str = setting("", "Folder for checkpoints to write and to resume from; empty for none.", common=True)
     every: int = setting(0, "Steps between checkpoints; 0 saves only at the end and on SIGTERM.", most=MAX_STEPS,
         common=True)
+    neighbour_every: int = setting(0, "Steps between checkpoints in host memory, of this host and of the next, from "
+        "which a restart takes seconds; 0 for none.", most=MAX_STEPS)
     keep: int = setting(2, "Number of newest checkpoints to keep.", least=1, most=MAX_STEPS)
     resume: bool = setting(True, "Continue from the newest good checkpoint in the folder.")
     export: str = setting("", "A new folder for the weights as a Hugging Face model, written when the run has done all "

@@ -98,6 +98,9 @@ INPUTS_AND_OUTPUTS: list[Rule] = [
     (lambda s: s.checkpoint.every and not s.checkpoint.folder,
      "checkpoint.every is {checkpoint.every} but checkpoint.folder is empty; name a folder, or set checkpoint.every "
      "to 0"),
+    *((lambda s, name=name: s.value(name) and not s.checkpoint.folder,
+       f"{name} is {{{name}}} but checkpoint.folder is empty; name the folder that restarts begin from, or set it to "
+       "0") for name in ("run.restarts", "checkpoint.neighbour_every")),
     (lambda s: s.checkpoint.export and not s.checkpoint.folder,
      "checkpoint.export is {checkpoint.export!r} but checkpoint.folder is empty; name a folder, from whose last "
      "checkpoint the weights are taken"),

@@ -145,6 +145,9 @@ def _check_files(settings: Settings) -> None:
         from distca.corpus.chat import load_chat_template
 
         load_chat_template(data.tokenizer)
+    if settings.checkpoint.neighbour_every and not os.access("/dev/shm", os.W_OK):
+        raise UserError(f"checkpoint.neighbour_every is {settings.checkpoint.neighbour_every} but /dev/shm, the memory "
+                        "that keeps checkpoints, cannot be written here; set it to 0")
     log = Path(settings.log.folder)
     fresh = each_run_its_own(log)
     _check_writable("log.folder", settings.log.folder, log.parent if fresh else log)
