@@ -26,6 +26,7 @@ from distca.kernels.interface import PLAIN, Scores, check_sinks, check_tensors, 
 from distca.planning.plan import Plan
 from distca.runtime.call import BackwardCall, Call, ForwardCall
 from distca.runtime.dedicated import Announcer
+from distca.runtime.pool.home import PoolTransport
 from distca.runtime.prepared import PlanCache, Shapes
 from distca.runtime.recorder import Recorder
 from distca.runtime.transport import HierarchicalTransport, Transport, transport_for
@@ -127,22 +128,27 @@ class CoreAttention:
         if plan.window not in (None, scores.window):
             raise UserError(f"window is {scores.window} but the plan is for a window of {plan.window}; give one of "
                             "them")
-        announce = None
+        announce = carrier = None
         if plan.num_servers > plan.layout.num_ranks:
             if self.state == "keep":
                 raise UserError("state is 'keep' but the plan has dedicated servers, which keep nothing; use 'resend'")
-            if self.transport.rank == 0:
+            if isinstance(self.transport, PoolTransport):
+                carrier = self.transport.call(plan, self.plans.facts(plan).digest, backward, shapes, scores)
+            elif self.transport.rank == 0:
                 announce = self._announcer.about(plan, self.plans.facts(plan).digest, backward, shapes, scores)
         return (BackwardCall if backward else ForwardCall)(
             self.plans, plan, shapes, scores=scores, keep=self.state == "keep", recorder=self.recorder,
-            announce=announce)
+            announce=announce, carrier=carrier)
 
     def expect(self, plans: Iterable[Plan], device: torch.device) -> None:
         """Compare many plans, such as those of an optimizer step, with the other ranks at once, before their calls.
 
         Every rank must pass the same plans. Pools with dedicated servers compare plans call by call instead.
         """
+        plans = list(plans)
         self.plans.expect(plans, device)
+        if isinstance(self.transport, PoolTransport):
+            self.transport.pool.push(plans)
 
     def _pending(self, inputs: Inputs, plan: Plan, backward: Plan | None, scores: Scores) -> Pending:
         q, k, v, sinks = inputs

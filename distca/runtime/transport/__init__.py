@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 
 from distca.runtime.transport.c10d import C10dPointToPoint, C10dTransport
-from distca.runtime.transport.interface import Handle, PointToPoint, Transport, TransportError
+from distca.runtime.transport.interface import Exchanges, Handle, PointToPoint, Transport, TransportError
 from distca.runtime.transport.loopback import LoopbackPointToPoint, LoopbackTransport, LoopbackWorld
 from distca.validation import UserError
 
 __all__ = [
-    "TRANSPORTS", "C10dPointToPoint", "C10dTransport", "Handle", "HierarchicalTransport", "LoopbackPointToPoint",
+    "TRANSPORTS", "C10dPointToPoint", "C10dTransport", "Exchanges", "Handle", "HierarchicalTransport", "LoopbackPointToPoint",
     "LoopbackTransport", "LoopbackWorld", "PointToPoint", "Relay", "Transport", "TransportError", "over_nodes",
     "transport_for",
 ]
