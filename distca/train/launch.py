@@ -23,10 +23,11 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, NamedTuple, NoReturn, cast
 
 from distca.train.display import title
-from distca.train.settings import Settings
+from distca.train.settings import Settings, num_roles, num_training
 from distca.train.settings.checks import check_settings
 from distca.train.settings.preflight import MemoryKills, check_machine, threads_for
 from distca.validation import MAX_LOCAL_RANKS, UserError, check_whole, plain
@@ -36,6 +37,7 @@ Main = Callable[[Settings], int]
 FAILURE_GRACE_SECONDS = 2.0
 STOP_MARGIN_SECONDS = 5.0
 POLL_SECONDS = 0.2
+SECRET = "DISTCA_SECRET"  # environment variable by which a run's servers and trainers know each other
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 MAX_REPORT = 16_384  # characters of a traceback, so that it fits into the pipe's buffer
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -195,19 +197,22 @@ class _LocalRanks:
         self.ended: dict[int, float] = {}  # rank -> time.time() of its end
         self.stop_signals: list[int] = []
         self.memory_kills = MemoryKills.of(Path("/"))
+        self.training = num_training(settings, settings.run.ranks)  # ranks after these only serve: a run survives them
 
     def run(self) -> int:
         store = _loopback_store(self.settings.run.timeout_seconds)
+        if num_roles(self.settings):
+            os.environ.setdefault(SECRET, token_hex(32))         # the ranks inherit it
         before = self._handle_signals()
         try:
             for rank in range(self.settings.run.ranks):
                 self._start(rank, store.port)
-            late = self._watch()
+            late = [rank for rank in self._watch() if rank < self.training]
         finally:
             self._kill()
             for number, handler in before.items():
                 signal.signal(number, handler)
-        return self._code([self._failure(rank) for rank, process in enumerate(self.processes)
+        return self._code([self._failure(rank) for rank, process in enumerate(self.processes[:self.training])
                            if process.exitcode and rank not in late], late)
 
     def _start(self, rank: int, port: int) -> None:
@@ -225,19 +230,19 @@ class _LocalRanks:
         """Wait for all ranks; a failure or a stop signal sets a deadline. Return the ranks that missed the deadline."""
         forwarded, deadline = 0, float("inf")
         while time.monotonic() < deadline:
-            failed = any(process.exitcode for process in self.processes)
+            failed = any(process.exitcode for process in self.processes[:self.training])
             self.ended |= {rank: time.time() for rank, process in enumerate(self.processes)
                            if process.exitcode is not None and rank not in self.ended}
             if len(self.ended) == len(self.processes):
                 break
-            if failed:
+            if failed or all(process.exitcode is not None for process in self.processes[:self.training]):
                 deadline = min(deadline, time.monotonic() + FAILURE_GRACE_SECONDS)
             if len(self.stop_signals) > forwarded:
                 kill_now = self.stop_signals.count(signal.SIGINT) > 1
                 patience = self.settings.run.timeout_seconds + STOP_MARGIN_SECONDS  # ranks find a stuck peer earlier
                 deadline = min(deadline, time.monotonic() + (0 if kill_now else patience))
                 forwarded = len(self.stop_signals)
-                for process in self.processes:
+                for process in self.processes[:self.training]:   # they release the servers
                     process.terminate()
             wait([process.sentinel for process in self.processes if process.exitcode is None], timeout=POLL_SECONDS)
         return self._kill()

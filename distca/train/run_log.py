@@ -37,7 +37,7 @@ SUMMED = ("tokens", "seconds", "exposed_seconds", "host_seconds", "work_before",
 LOGGED = ("loss", "lr", "grad_norm", "tokens_per_second", "seconds", "work_before", "work_after", "bytes_per_layer",
           "exposed_seconds", "host_seconds", "memory_bytes", "plan_seconds", "bubble_share", "served_in_bubbles",
           "attention_seconds", "attention_seconds_max", "linear_seconds", "mfu", "eval_loss", "tolerance",
-          "memory_now_bytes")
+          "memory_now_bytes", "servers", "faults", "repeated_tasks", "fault_seconds")
 LATEST = "latest"
 LOCKS = {"checkpoint.folder": ".lock", "log.folder": ".log-lock"}  # one folder may be both
 LOGGED_IN = "log_folder"  # file in checkpoint.folder with the name of the run's log folder
@@ -72,6 +72,10 @@ class StepRecord:
     attention_seconds_max: float | None = None  # the slowest rank's, with attention.adapt
     server_speed: tuple[float, ...] | None = None  # [servers] relative to the median, with attention.adapt
     memory_now_bytes: int = 0  # held after the step; memory_bytes is the peak
+    servers: int | None = None  # dedicated servers that take part, if plans have roles for any
+    faults: int | None = None  # dedicated servers that were lost
+    repeated_tasks: int | None = None  # tasks that rank 0's tokens needed and that were sent to another server
+    fault_seconds: float | None = None  # from the last sign of life of a lost server to the results that it owed
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,18 +67,16 @@ class Faults:
 
 
 class ServerPool:
-    """This training rank's connections to servers and other trainers, and its calls on the servers.
-
-    `on_change` gets the view whenever servers come or go, on rank 0, from another thread.
-    """
+    """This training rank's connections to servers and other trainers, and its calls on the servers."""
 
     def __init__(
         self, shape: PoolShape, rank: int, secret: bytes, *, listen: Address, device: torch.device,
-        kernel: str = "auto", patience_seconds: float = 10.0, on_change: Callable[[View], None] | None = None,
+        kernel: str = "auto", patience_seconds: float = 10.0,
     ) -> None:
         self.shape, self.rank, self.pool = shape, rank, rank % shape.num_pools
         self.homes = shape.homes(self.pool)
-        self.patience_seconds, self.on_change, self.faults = patience_seconds, on_change, Faults()
+        self.secret, self.patience_seconds, self.faults = secret, patience_seconds, Faults()
+        self.on_change: Callable[[View, str], None] | None = None  # rank 0's, called in the thread of the links
         self.coordinator = Coordinator([shape.homes(pool) for pool in range(shape.num_pools)], shape.num_roles)
         self.view = self.coordinator.view
         self.calls = HomeCalls(rank, self.homes, self.view.owners[self.pool])
@@ -132,7 +130,7 @@ class ServerPool:
 
     def wait(self, call: CallInFlight, plan: Plan) -> dict[int, torch.Tensor]:
         """Wait until all results of a call are here; report servers that are late, and let others repeat their work."""
-        began = time.monotonic()
+        began = time.perf_counter()
         with self.changed:
             while call.missing:
                 if self.failed:
@@ -174,7 +172,7 @@ class ServerPool:
 
     def _look_for_late(self, call: CallInFlight, plan: Plan, began: float) -> None:
         """Ask the owners of missing roles for a sign of life; report those that have given none for too long."""
-        now, backward = time.monotonic(), bool(call.about["backward"])
+        now, backward = time.perf_counter(), bool(call.about["backward"])
         for role in sorted(call.missing):
             owner = call.owner[role]
             link = self.links.get(owner)
@@ -272,7 +270,7 @@ class ServerPool:
         self.running.pop(sender, None)
         out = self.calls.result(number, role, payload)
         if role in call.repeated:
-            (why, since), now = call.repeated[role], time.monotonic()
+            (why, since), now = call.repeated[role], time.perf_counter()
             self.faults.gaps.append((f"{why}; role {role} by rank {sender}", since, now))
             self.faults.seconds = max(self.faults.seconds, now - since)
         self.changed.notify_all()
@@ -290,7 +288,7 @@ class ServerPool:
             self.running.pop(rank, None)
         self.faults.lost += message["reason"] == "lost"
         out = self.calls.follow(view.owners[self.pool], str(message["why"]),
-                                time.monotonic() - float(message["silent"]))
+                                time.perf_counter() - float(message["silent"]))
         for _, about, _ in out:
             plan = self.plans.get(int(about["digest"]))
             if plan is not None:
@@ -327,7 +325,7 @@ class ServerPool:
                 self.post(rank, about, None)
             self._post(self._follow(view, about))
             if self.on_change is not None:
-                self.on_change(view)
+                self.on_change(view, kind)
 
     def _stand_in(self, sender: int, message: Message, payload: torch.Tensor | None) -> None:
         """Run a role on this rank, on a thread that starts with the first one."""

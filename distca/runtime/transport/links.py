@@ -51,7 +51,7 @@ class Link:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setblocking(False)
-        self.sock, self.peer, self.heard = sock, -1, time.monotonic()
+        self.sock, self.peer, self.heard = sock, -1, time.perf_counter()
         self.is_open, self.polled = True, 0                      # events that the thread waits for
         self.lock = threading.Lock()
         self.leaving: deque[memoryview] = deque()                # bytes that the kernel has not taken yet
@@ -102,7 +102,7 @@ class Link:
                 return False
             if count == 0:
                 return False
-            self.heard = time.monotonic()
+            self.heard = time.perf_counter()
             self._into = self._into[count:]
             while not len(self._into):
                 if not self._advance():
