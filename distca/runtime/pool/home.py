@@ -89,7 +89,7 @@ class ServerPool:
         self.number, self.closing, self.failed = 0, False, ""
         self.changed = threading.Condition(threading.RLock())
         self.runner = Runner(self.homes, shape.num_roles, self.post, device=device, kernel=kernel)
-        self._stands_in = False
+        self._stands_in, self._threads = False, torch.get_num_threads()  # per thread, and results depend on the number
         self._links = Links(secret, self._receive, self._closed, listen=listen)
         self.peer = Peer(rank, *self._links.address, os.getpid())
 
@@ -331,12 +331,11 @@ class ServerPool:
         """Run a role on this rank, on a thread that starts with the first one."""
         if not self._stands_in:
             self._stands_in = True
-            threads = torch.get_num_threads()
-            threading.Thread(target=self._run_roles, args=(threads,), name="distca-roles", daemon=True).start()
+            threading.Thread(target=self._run_roles, name="distca-roles", daemon=True).start()
         self.runner.offer(sender, message, payload)
 
-    def _run_roles(self, threads: int) -> None:
-        torch.set_num_threads(threads)                           # per thread: results depend on the number
+    def _run_roles(self) -> None:
+        torch.set_num_threads(self._threads)
         if self.runner.device.type == "cuda":
             torch.cuda.set_device(self.runner.device)
         try:

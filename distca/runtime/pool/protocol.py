@@ -54,15 +54,15 @@ class View(NamedTuple):
 def deal(before: Sequence[int], members: Sequence[Member], homes: Sequence[int]) -> tuple[int, ...]:
     """Return the owner of every role: in proportion to the members' speed, and with as few moves as possible.
 
-    `before` has the previous owners. Members that have not been measured count as half as fast as the slowest that has.
-    Without members, roles go round the homes.
+    `before` has the previous owners. A member that has not been measured counts as half as fast as the slowest that
+    has, but gets a role if there are enough for all. Without members, roles go round the homes.
     """
     if not members:
         return tuple(homes[role % len(homes)] for role in range(len(before)))
     slowest = min((one.speed for one in members if one.speed), default=2.0)
     speed = {one.rank: one.speed or slowest / 2 for one in members}
-    share = Counter[int]()
-    for _ in before:
+    share = Counter(one.rank for one in members if not one.speed and len(before) >= len(members))
+    for _ in range(len(before) - share.total()):
         share[min(speed, key=lambda rank: ((share[rank] + 1) / speed[rank], rank))] += 1
     owners: list[int | None] = []
     for owner in before:                                         # first, everybody keeps what is within the share
@@ -79,12 +79,12 @@ class Coordinator:
     def __init__(self, homes: Sequence[Sequence[int]], num_roles: int) -> None:
         self.homes = homes                                       # [pools][homes] training ranks
         self.view = View(0, (), tuple(deal([-1] * num_roles, (), one) for one in homes))
-        self.next_rank = 1 + max(rank for one in homes for rank in one)
+        self.given = {rank for one in homes for rank in one}     # ranks, each of which is given once
 
     def admit(self, host: str, pid: int, wish: int = -1) -> Member:
         """Give a new server a rank, `wish` if that is free, and the pool with the fewest members."""
-        rank = max(wish, self.next_rank)
-        self.next_rank = rank + 1
+        rank = max(self.given) + 1 if wish <= 0 or wish in self.given else wish
+        self.given.add(rank)
         sizes = Counter(one.pool for one in self.view.members)
         return Member(rank, min(range(len(self.homes)), key=lambda pool: (sizes[pool], pool)), host, pid)
 
