@@ -45,16 +45,14 @@ class Carrier(Protocol):
 
 
 class Call(ABC):
-    """One direction of a call. `announce` announces each phase to dedicated servers before this rank runs it."""
+    """One direction of a call, on the transport of `plans` or by a `carrier`."""
 
     def __init__(
         self, plans: PlanCache, plan: Plan, shapes: Shapes, *, scores: Scores = PLAIN, keep: bool = False,
-        recorder: Recorder | None = None, announce: Callable[[Phase], None] | None = None,
-        carrier: Carrier | None = None,
+        recorder: Recorder | None = None, carrier: Carrier | None = None,
     ) -> None:
         self.plans, self.plan, self.shapes = plans, plan, shapes
-        self.scores, self.keep, self.recorder, self.announce = scores, keep, recorder, announce
-        self.carrier = carrier
+        self.scores, self.keep, self.recorder, self.carrier = scores, keep, recorder, carrier
         self._prepared: Prepared | None = None
         self._started: tuple[Exchange, Callable[[], UnderWay]] | None = None
 
@@ -80,7 +78,7 @@ class Call(ABC):
         """Return the exchange that brings results back."""
 
     def run_without_tokens(self, phase: Phase) -> None:
-        """Run a phase on a rank that has no tokens: a dedicated server or an idle stage."""
+        """Run a phase without tokens: as a dedicated server or an idle stage."""
         if phase is Phase.DISPATCH:
             self.dispatch(*self.empty_row())
         elif phase is Phase.SERVE:
@@ -89,8 +87,6 @@ class Call(ABC):
             self.combine()
 
     def _enter(self, phase: Phase) -> Prepared:
-        if self.announce is not None:
-            self.announce(phase)
         if phase is Phase.DISPATCH:
             self._prepared = self.plans.begin(self.plan, self.shapes, self.scores)
             if self.carrier is not None:

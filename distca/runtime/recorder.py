@@ -27,7 +27,8 @@ class Recorder:
     def begin_step(self) -> None:
         self._spans: list[tuple[str, str, Any, Any, int]] = []
         self._noted: list[tuple[str, str, float, float]] = []
-        self._start, self._host_start = self._now(), perf_counter()
+        self._start = self._now()
+        self._host_start = self._start if isinstance(self._start, float) else perf_counter()
 
     def note(self, name: str, lane: str, start: float, stop: float) -> None:
         """Record what the host measured, by `perf_counter`."""

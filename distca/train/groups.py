@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from distca.runtime.pool.home import PoolTransport, ServerPool
+from distca.runtime.pool.home import ServerPool
+from distca.runtime.pool.transport import PoolTransport
 from distca.runtime.transport import C10dTransport, Transport, over_nodes, transport_for
 from distca.train.settings import Settings
 from distca.validation import UserError

@@ -92,8 +92,7 @@ def listens_at(listen: str, environ: Mapping[str, str]) -> Address:
 
 def serve(settings: Settings, device: torch.device, secret: bytes, find: Callable[[], Address], wish: int = -1) -> int:
     """Serve attention until the run ends; return the number of calls. SIGTERM makes this server leave."""
-    server = Server(find, secret, device=device, kernel=settings.attention.kernel, wish=wish,
-                    patience_seconds=settings.run.timeout_seconds)
+    server = Server(find, secret, device=device, wish=wish, patience_seconds=settings.run.timeout_seconds)
     leave_on_signals(server)
     return server.run()
 

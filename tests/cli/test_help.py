@@ -15,7 +15,7 @@ import distca
 
 Run = Callable[..., tuple[int, str, str]]
 ROOT = Path(distca.__file__).parents[1]
-COMMANDS = ((), ("plan",), ("simulate",), ("train",), ("profile",), ("doctor",), ("report",), ("checkpoint",),
+COMMANDS = ((), ("plan",), ("simulate",), ("train",), ("profile",), ("doctor",), ("report",), ("checkpoint",), ("serve",),
             ("checkpoint", "verify"))
 
 

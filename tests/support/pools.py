@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +32,16 @@ def start(server: Server) -> threading.Thread:
     return thread
 
 
+def write_address(path: Path, address: Any) -> None:
+    path.with_suffix(".part").write_text(json.dumps(address))
+    os.replace(path.with_suffix(".part"), path)
+
+
+def read_address(path: Path) -> Any:
+    host, port = json.loads(path.read_text())                    # an OSError until there is one: servers try again
+    return host, port
+
+
 @contextmanager
 def server_pools(
     homes: int, roles: int, servers: int | None = None, *, patience_seconds: float = 20.0, kernel: str = "auto",
@@ -41,7 +54,7 @@ def server_pools(
     with ThreadPoolExecutor(homes) as threads:
         list(threads.map(lambda pool: pool.meet(peers, MEET_SECONDS), pools))
     count = roles if servers is None else servers
-    running = [start(server_for(pools, kernel=kernel)) for _ in range(count)]
+    running = [start(server_for(pools)) for _ in range(count)]
     try:
         assert all(pool.wait_for_servers(count, MEET_SECONDS) for pool in pools)
         yield pools

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from distca.train.servers import open_pool, serve, write_atomically
+from distca.train.servers import open_pool, serve
 from distca.train.settings import Settings, num_training
 from distca.train.settings.checks import check_settings
 from distca.train.trainer import Trainer
+from tests.support.pools import SECRET, read_address, write_address
 from tests.support.processes import ProcessOutcome, run_processes
 
-SECRET = b"of runs in tests only"
 SMALL: dict[str, Any] = {"model.name": "tiny", "run.dtype": "float64", "run.device": "cpu", "run.threads": 1,
          "run.timeout_seconds": 120, "optimizer.warmup_steps": 3, "data.max_document": 700}
 
@@ -39,15 +39,6 @@ def train_each(transport: Any, runs: tuple[Settings, ...]) -> None:
             Trainer(settings, device, open_pool(settings, device, SECRET, publish)).train()
         else:
             serve(settings, device, SECRET, partial(read_address, where))
-
-
-def write_address(path: Path, address: Any) -> None:
-    write_atomically(path, json.dumps(address))
-
-
-def read_address(path: Path) -> Any:
-    host, port = json.loads(path.read_text())                    # an OSError until there is one: servers try again
-    return host, port
 
 
 def outcomes_of(*runs: Settings, body: Callable[..., Any] = train_each) -> list[ProcessOutcome]:

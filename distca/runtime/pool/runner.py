@@ -48,7 +48,8 @@ class Runner:
         self.offered: SimpleQueue[tuple[int, Message, torch.Tensor | None] | None] = SimpleQueue()
         self.inputs, self.plans = RoleInputs(), LRU[int, Plan](PLANS_KNOWN)
         self.caches: dict[int, PlanCache] = {}                   # one per role
-        self.served, self.running_since = 0, 0.0
+        self.served = self.runs = 0                              # forward roles; and those with backward ones
+        self.running_since = 0.0
         self.work = self.seconds = 0.0                           # of the forward roles so far, but each plan's first
         self._about: dict[tuple[int, int], Message] = {}
 
@@ -117,7 +118,8 @@ class Runner:
         if not about["backward"] and self.served > 1:
             self.work += float(plan.work()[at])
             self.seconds += time.monotonic() - began
-        if self.device.type == "cpu" and self.served % TRIM_CALLS == 0:
+        self.runs += 1
+        if self.device.type == "cpu" and self.runs % TRIM_CALLS == 0:
             return_freed_memory()
 
 

@@ -30,10 +30,10 @@ class Server:
     """A server's life: join, serve, and join again whenever the run let it go, until the run ends or `leave`."""
 
     def __init__(
-        self, find: Callable[[], Address], secret: bytes, *, device: torch.device, kernel: str = "auto",
-        wish: int = -1, patience_seconds: float = 60.0,
+        self, find: Callable[[], Address], secret: bytes, *, device: torch.device | str = "cpu", wish: int = -1,
+        patience_seconds: float = 60.0,
     ) -> None:
-        self.find, self.secret, self.device, self.kernel = find, secret, device, kernel
+        self.find, self.secret, self.device = find, secret, torch.device(device)
         self.wish, self.patience_seconds, self.served = wish, patience_seconds, 0
         self.leaving = False
         self._session: _Session | None = None
@@ -99,9 +99,11 @@ class _Session:
             return False
         assert self.welcome is not None
         self.rank = int(self.welcome["rank"])
+        if self.server.device.type == "cpu":
+            torch.set_num_threads(int(self.welcome["threads"]))  # results depend on the number
         homes = [(int(rank), (str(host), int(port))) for rank, host, port in self.welcome["homes"]]
         self.runner = Runner([rank for rank, _ in homes], int(self.welcome["roles"]), self._send,
-                             device=self.server.device, kernel=self.server.kernel)
+                             device=self.server.device, kernel=str(self.welcome["kernel"]))
         for rank, home in homes:
             if rank != 0:
                 self._connect(rank, home).send({"kind": "server", "rank": self.rank})

@@ -173,9 +173,3 @@ class HierarchicalTransport:
 
     def gather(self, value: int, device: torch.device) -> list[int]:
         return self.outer.gather(value, device)
-
-    def send_message(self, message: bytes, rank: int) -> None:
-        self.outer.send_message(message, rank)
-
-    def receive_message(self) -> bytes:
-        return self.outer.receive_message()

@@ -42,12 +42,6 @@ class Transport(Exchanges, Protocol):
     def gather(self, value: int, device: torch.device) -> list[int]:
         """Return every rank's value, in rank order."""
 
-    def send_message(self, message: bytes, rank: int) -> None:
-        """Send bytes, possibly empty, to a rank that calls `receive_message`."""
-
-    def receive_message(self) -> bytes:
-        """Wait for the next message from rank 0."""
-
 
 class PointToPoint(Protocol):
     """One rank's end of a chain of pipeline stages: activations are sent to the next stage, gradients to the previous.

@@ -17,8 +17,9 @@ import torch
 from distca.planning.plan import Plan
 from distca.runtime.attention import CoreAttention
 from distca.runtime.pool import home as home_module
-from distca.runtime.pool.home import Faults, PoolTransport, ServerPool
+from distca.runtime.pool.home import Faults, ServerPool
 from distca.runtime.pool.runner import Runner
+from distca.runtime.pool.transport import PoolTransport
 from distca.runtime.transport import LoopbackTransport, LoopbackWorld
 from distca.spec import ModelShape
 from distca.workload.layout import layout_from_rows
