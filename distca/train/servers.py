@@ -27,7 +27,7 @@ from distca.runtime.pool.server import Server
 from distca.runtime.transport.links import Address
 from distca.train.groups import gather_json
 from distca.train.launch import SECRET
-from distca.train.settings import Settings, num_roles, num_training
+from distca.train.settings import Settings, num_roles
 from distca.validation import UserError, read_text
 
 SECRET_FILE = "secret"             # in the run's folder, readable by its owner alone

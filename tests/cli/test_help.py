@@ -15,8 +15,8 @@ import distca
 
 Run = Callable[..., tuple[int, str, str]]
 ROOT = Path(distca.__file__).parents[1]
-COMMANDS = ((), ("plan",), ("simulate",), ("train",), ("profile",), ("doctor",), ("report",), ("checkpoint",), ("serve",),
-            ("checkpoint", "verify"))
+COMMANDS = ((), ("plan",), ("simulate",), ("train",), ("profile",), ("doctor",), ("report",), ("checkpoint",),
+            ("checkpoint", "verify"), ("serve",))
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

@@ -21,8 +21,8 @@ from distca.workload.layout import layout_from_rows
 from distca.workload.packing import pack
 from tests.support.attention import on_fake_ranks, qkv_of, random_qkv, row_index
 from tests.support.plans import misplaced_plan, scattered_plan
-from tests.support.processes import run_processes
 from tests.support.pools import server_pools
+from tests.support.processes import run_processes
 
 MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
 ROWS = layout_from_rows([[8], [8], [8]])
@@ -158,7 +158,7 @@ def test_a_plan_that_is_new_to_one_rank_only_ends_within_the_timeout() -> None:
 def test_trainers_that_disagree_ask_nothing_of_a_dedicated_server() -> None:
     layout = layout_from_rows([[8], [8]])
     plans = [misplaced_plan(layout, 3, MODEL, shift=1), misplaced_plan(layout, 3, MODEL, shift=2)]
-    told = {}
+    told: dict[int, str] = {}
 
     def body(transport: LoopbackTransport) -> None:
         pool = PoolTransport(transport, pools[transport.rank])

@@ -49,9 +49,10 @@ def two() -> Iterator[tuple[End, End, Link]]:
 def test_messages_arrive_whole_and_in_order(two: tuple[End, End, Link]) -> None:
     """Empty ones, tensors of any dtype, and more than the kernel takes at once."""
     _, other, link = two
-    sent = [({"kind": "a", "n": [1, None, "é"]}, None), ({"kind": "b"}, torch.arange(7.0)),
-            ({"kind": "c"}, torch.empty(0)), ({"kind": "d"}, torch.arange(5_000_000, dtype=torch.int64)),
-            ({"kind": "e"}, torch.ones(3, dtype=torch.bfloat16)), ({"kind": "f"}, None)]
+    sent: list[tuple[dict[str, Any], torch.Tensor | None]] = [
+        ({"kind": "a", "n": [1, None, "é"]}, None), ({"kind": "b"}, torch.arange(7.0)), ({"kind": "c"}, torch.empty(0)),
+        ({"kind": "d"}, torch.arange(5_000_000, dtype=torch.int64)), ({"kind": "e"}, torch.ones(3).bfloat16()),
+        ({"kind": "f"}, None)]
     for message, payload in sent:
         link.send(message, payload)
     for message, payload in sent:
@@ -163,6 +164,6 @@ def test_a_peer_that_sends_anything_else_is_dropped(two: tuple[End, End, Link], 
 
 
 def test_an_address_that_cannot_be_listened_at_is_named() -> None:
-    with socket.create_server(LOOPBACK) as taken, pytest.raises(UserError, match="nobody can listen at 127.0.0.1:"):
+    with socket.create_server(LOOPBACK) as taken, pytest.raises(UserError, match=r"nobody can listen at 127\.0\.0\.1:"):
         Links(SECRET, lambda *_: None, lambda _: None, listen=taken.getsockname())
     assert End(listens=False).links.address == ("", 0)

@@ -3,7 +3,7 @@
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -181,7 +181,8 @@ def on_fake_ranks(step: Step, make: type[Work] = Work, recorders: list[Recorder]
             Pipeline(work, attention, neighbours).step(plan.ticks, plan.plans_of(stage))
         return work
 
-    with server_pools(step.num_ranks, step.num_dedicated) if step.num_dedicated else nullcontext([]) as pools:
+    with ExitStack() as stack:
+        pools = stack.enter_context(server_pools(step.num_ranks, step.num_dedicated)) if step.num_dedicated else []
         works = world.run(body)
     assert not any(world.passed.values()), "all that was sent was received"
     return [works[first:first + step.num_data] for first in range(0, step.num_ranks, step.num_data)]

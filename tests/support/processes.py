@@ -52,8 +52,8 @@ def run_processes(
         ends, processes = [], []
         for rank in range(size):
             end, child_end = context.Pipe(duplex=False)
-            about = (rank, size if in_group is None else in_group, f"{folder}/store", timeout_seconds, nccl, getfile(body), body.__name__,
-                     pickle.dumps(args))
+            about = (rank, size if in_group is None else in_group, f"{folder}/store", timeout_seconds, nccl,
+                     getfile(body), body.__name__, pickle.dumps(args))
             processes.append(context.Process(target=_one_process, args=(child_end, *about), daemon=True))
             processes[-1].start()
             child_end.close()

@@ -1,9 +1,9 @@
 """A training rank's end of a pool of dedicated servers.
 
-What trainers send to each other goes through their own transport, as without servers. What goes to roles and comes back
-goes over links, so no collective ever includes a server. The thread of the links handles every message, so views and
-losses are acted on while the rank computes, waits in a collective or sleeps. If no server is left, roles run on a thread
-of their own in the homes, because another home may wait for them while this rank is in a collective.
+What trainers send to each other goes through their own transport, as without servers. What goes to roles and comes
+back goes over links, so no collective ever includes a server. The thread of the links handles every message, so views
+and losses are acted on while the rank computes, waits in a collective or sleeps. If no server is left, roles run on a
+thread of their own in the homes, because another home may wait for them while this rank is in a collective.
 """
 
 from __future__ import annotations

@@ -103,7 +103,8 @@ class Runner:
         cache = self.caches.setdefault(role, PlanCache(_Place(at, plan.num_servers), self.kernel))
         prepared = cache.prepared(plan, shapes, scores)
         splits = (prepared.backward_inputs if about["backward"] else prepared.inputs).outer.arriving.splits
-        found = self.inputs.complete(number, role, [rank for rank, size in zip(self.homes, splits) if size])
+        found = self.inputs.complete(number, role, [
+            rank for rank, size in zip(self.homes, splits[:len(self.homes)], strict=True) if size])
         if found is None:
             return
         del self._about[number, role]
@@ -165,7 +166,7 @@ class _RoleCarrier:
         if send.is_cuda:
             send = send.cpu()
         about = {"kind": "result", "call": self.number, "role": self.role}
-        for home, part in zip(self.runner.homes, send.split(send_splits)):
+        for home, part in zip(self.runner.homes, send.split(send_splits)[:len(self.runner.homes)], strict=True):
             if len(part):
                 self.runner.send(home, {**about, "seconds": time.monotonic() - self.began}, part)
         return _Done(send.new_empty(0))

@@ -1,7 +1,7 @@
 """A dedicated server: a process that joins a run, computes attention for it, and leaves.
 
-It holds nothing that anybody needs: a server that dies, hangs or loses a connection is out, and what it owed is computed
-elsewhere. If it still runs, it notices, forgets everything, and joins again as a new one.
+It holds nothing that anybody needs: a server that dies, hangs or loses a connection is out, and what it owed is
+computed elsewhere. If it still runs, it notices, forgets everything, and joins again as a new one.
 """
 
 from __future__ import annotations

@@ -28,9 +28,9 @@ from distca.runtime.transport.loopback import LoopbackPointToPoint, LoopbackTran
 from distca.validation import UserError
 
 __all__ = [
-    "TRANSPORTS", "C10dPointToPoint", "C10dTransport", "Exchanges", "Handle", "HierarchicalTransport", "LoopbackPointToPoint",
-    "LoopbackTransport", "LoopbackWorld", "PointToPoint", "Relay", "Transport", "TransportError", "over_nodes",
-    "transport_for",
+    "TRANSPORTS", "C10dPointToPoint", "C10dTransport", "Exchanges", "Handle", "HierarchicalTransport",
+    "LoopbackPointToPoint", "LoopbackTransport", "LoopbackWorld", "PointToPoint", "Relay", "Transport",
+    "TransportError", "over_nodes", "transport_for",
 ]
 
 TRANSPORTS = ("c10d", "flat", "symmetric", "auto")

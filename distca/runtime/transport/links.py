@@ -25,6 +25,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ class Link:
         self.lock = threading.Lock()
         self.leaving: deque[memoryview] = deque()                # bytes that the kernel has not taken yet
         self._wake = wake
+        self._buffer, self._into = bytearray(), memoryview(b"")  # what is being received, and the part still to come
         self._expect(HEAD.size)
         self._lengths: tuple[int, int] | None = None
         self._message: Any = None
@@ -66,7 +68,7 @@ class Link:
         text = json.dumps(message).encode()
         parts = [memoryview(HEAD.pack(len(text), 0 if payload is None else payload.nbytes) + text)]
         if payload is not None and payload.nbytes:
-            parts.append(memoryview(payload.view(torch.uint8).numpy()).cast("B"))
+            parts.append(_bytes_of(payload))
         with self.lock:
             if not self.is_open:
                 return
@@ -119,10 +121,8 @@ class Link:
         with self.lock:
             self.is_open = False
             self.leaving.clear()
-            try:
+            with suppress(OSError):
                 self.sock.shutdown(socket.SHUT_RDWR)             # the reading thread sees the end, and closes
-            except OSError:
-                pass
 
     def _expect(self, num_bytes: int) -> None:
         self._buffer = bytearray(num_bytes)
@@ -144,7 +144,7 @@ class Link:
                 return False
             if self._lengths[1]:
                 self._payload = torch.empty(self._lengths[1], dtype=torch.uint8)
-                self._into = memoryview(self._payload.numpy()).cast("B")
+                self._into = _bytes_of(self._payload)
         return True
 
 
@@ -283,10 +283,13 @@ class Links:
         return hmac.digest(self.secret, b"distca " + role + acceptor + connector, "sha256")
 
     def _wake(self) -> None:
-        try:
+        with suppress(OSError):                                  # it is awake already, or has ended
             self._waker.send(b"w")
-        except (BlockingIOError, OSError):                       # it is awake already, or has ended
-            pass
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    content: Any = tensor.view(torch.uint8).numpy()
+    return memoryview(content).cast("B")
 
 
 def _receive(sock: socket.socket, num_bytes: int, deadline: float | None = None) -> bytes:

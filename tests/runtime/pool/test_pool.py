@@ -83,8 +83,8 @@ def undisturbed(request: pytest.FixtureRequest) -> tuple[torch.dtype, Rows]:
         assert sum(pool.take_faults().lost for pool in pools) == 0
     for first in range(0, len(rows[0]), 8) if request.param is torch.float64 else ():
         for at, plan in enumerate(PLANS):
-            expected = dense_on_one(*tensors_of(plan, torch.float64), LAYOUT.lengths)
-            for field, want in enumerate(expected):
+            q, k, v, dout = tensors_of(plan, torch.float64)
+            for field, want in enumerate(dense_on_one(q, k, v, dout, LAYOUT.lengths)):
                 got = from_rows([row[first + 4 * at + field] for row in rows], LAYOUT)
                 torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
     return request.param, rows
@@ -175,7 +175,7 @@ def test_a_server_that_hangs_is_out_after_its_patience_and_late_results_do_no_ha
         assert time.monotonic() - began >= 0.5
         faults = [pool.take_faults() for pool in pools]
         assert len(hung) == 1 and [one.lost for one in faults] == [1, 1]
-        assert 0.4 < max(one.seconds for one in faults) and any(one.repeated_tasks for one in faults)
+        assert max(one.seconds for one in faults) > 0.4 and any(one.repeated_tasks for one in faults)
         awake.set()
         assert pools[1].wait_for_servers(ROLES, 20), "it joins again"
         assert same_bits(run_calls(pools, dtype), expected)
@@ -187,7 +187,7 @@ def test_servers_come_and_leave_between_calls(undisturbed: tuple[torch.dtype, Ro
     dtype, expected = undisturbed
     with server_pools(HOMES, ROLES, servers=0) as pools:
         servers = [server_for(pools) for _ in range(3)]
-        threads = []
+        threads: list[threading.Thread] = []
 
         def between(call: int) -> None:
             if call in (1, 2):
