@@ -62,8 +62,9 @@ class PackedAttention:
     """Attention over this rank's slices of packed documents, computed on the servers of the group's plan.
 
     `group` None is the default group, or this process alone if torch.distributed is not initialized. `model` gives
-    the bytes of a token's query and keys; None takes them from the first call. `kernel`, `state`, `transport` (one of
-    `connect_servers`: with dedicated servers) and `recorder` are passed to CoreAttention. `speed` may be set between batches, to the same values on every rank.
+    the bytes of a token's query and keys; None takes them from the first call. `kernel`, `state`, `transport` and
+    `recorder` are passed to CoreAttention; a transport of `connect_servers` brings dedicated servers. `speed` may be
+    set between batches, to the same values on every rank.
     """
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import random
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,7 +63,7 @@ class Servers:
         self.processes.append(process)
 
     def inject(self) -> None:
-        """From now on faults come at random moments, until `close`."""
+        """Once a server serves, faults come at random moments, until `close`; the first is a kill."""
         self._thread.start()
 
     def close(self) -> int:
@@ -78,18 +80,29 @@ class Servers:
             process.join()
         return len(left)
 
+    def serving(self) -> list[int]:
+        """The processes that members.json lists as serving and that live."""
+        try:
+            listed = json.loads(self.where.with_name("members.json").read_text())["members"]
+        except FileNotFoundError:
+            return []
+        return [one["pid"] for one in listed if one["state"] == "serving" and Path(f"/proc/{one['pid']}").exists()]
+
     def _inject(self) -> None:
         while not self._ends.wait(self.random.uniform(0, 2 * self.pause_seconds)):
-            alive = [process for process in self.processes if process.is_alive()]
-            kind = self.random.choice(KINDS)
-            if not alive:
-                kind = "join"
-            elif kind == "join" and len(alive) >= 2 * self.count:
+            serving, alive = self.serving(), sum(process.is_alive() for process in self.processes)
+            kind = self.random.choice(KINDS) if self.done else "kill"
+            if not serving:
+                if alive == 0:
+                    self.start()
+                continue
+            if kind == "join" and alive >= 2 * self.count:
                 kind = "kill"
             if kind == "join":
                 self.start()
             else:
-                self._harm(kind, self.random.choice(alive).pid)
+                with suppress(ProcessLookupError):               # it has ended by itself meanwhile
+                    self._harm(kind, self.random.choice(serving))
             self.done.append(kind)
             if kind in ("kill", "leave") and self.random.random() < 0.7:
                 self.start()
