@@ -48,5 +48,5 @@ def serve_command(
         served = server.run()
     except TransportError as error:
         raise UserError(str(error)) from None
-    say(f"distca serve: served {served:,} forward calls")
+    print(f"Served {served:,} roles of forward calls.", flush=True)
     end_process(0)

@@ -104,11 +104,11 @@ def test_the_command_serves_a_run_and_leaves_it(tmp_path: Path) -> None:
         address = json.loads((log / "members.json").read_text())["join"]
         assert address.startswith("127.0.0.1:") and (log / "secret").stat().st_mode & 0o777 == 0o600
         server = subprocess.Popen([sys.executable, "-m", "distca", "serve", "--join", address, "--secret-file",
-                                   str(log / "secret"), "--device", "cpu"], stderr=subprocess.PIPE, text=True)
+                                   str(log / "secret"), "--device", "cpu"], stdout=subprocess.PIPE, text=True)
         assert [one["pid"] for one in listed(log, "server", "serving")] == [server.pid]
         server.send_signal(signal.SIGTERM)
-        said = server.communicate(timeout=WAIT_SECONDS)[1]
-        assert server.returncode == 0 and "distca serve: served" in said
+        said = server.communicate(timeout=WAIT_SECONDS)[0]
+        assert server.returncode == 0 and said.startswith("Served ") and said.endswith("roles of forward calls.\n")
         assert [one["pid"] for one in listed(log, "server", "left")] == [server.pid]
     finally:
         if server is not None:
