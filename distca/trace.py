@@ -26,6 +26,7 @@ LANES = {  # lane -> meaning, in display order
     "linear": "everything of the model but core attention",
     "attention": "core attention, for queries of this and other ranks",
     "wait": "computation waits for communication",
+    "repeated": "from a dedicated server's loss until others have computed what it owed",
     "optimizer": "gradient clipping and the update of the parameters",
     "network": "communication, overlapped with computation or not; measured until computation needs it",
 }
