@@ -273,7 +273,7 @@ class Trainer:
             return {}
         found = self.servers.take_faults()
         for name, start, stop in found.gaps:
-            self.recorder.note(name, "repeated", start, stop)
+            self.recorder.note_of_host(name, "repeated", start, stop)
         return {"servers": len(self.servers.view.members), "faults": found.lost, "repeated_tasks": found.repeated_tasks,
                 "fault_seconds": found.seconds}
 
