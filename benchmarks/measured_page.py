@@ -300,7 +300,7 @@ def simulated(results: Path) -> str:
     content = _read(results, "paper")
     rows = content["rows"]
     groups = [(f"{model}, {about}", [row for row in rows[figure] if row["model"] == model])
-              for figure, about in (("fig9", "no pipeline"), ("fig10", "with a pipeline"))
+              for figure, about in (("fig9", "no pipeline"), ("fig10", "stages where they help"))
               for model in ("llama3-8b", "llama-34b")]
     table = []
     for said, group in groups:
@@ -311,9 +311,8 @@ def simulated(results: Path) -> str:
             f"{100 * min(reached):.1f}–{100 * max(reached):.1f} %, above 90 % in {sum(one > 0.9 for one in reached)}"])
     return (f"## Simulated clusters\n\nDGX H200 nodes with TP 8, {content['batches']} batches a setting, over the "
             "better of variable-length packing and adaptive context parallelism on a swept grid, which hides its key "
-            f"gathers where that ends sooner (`wlb_ideal`; [all claims](paper.md), {_source('paper')}, `make "
-            "paper`). With 16K tokens a rank (llama-34b at 128K), launches and the tails of a TP 8 rank's few heads "
-            "cost two small nano-batches more than balancing gains, and plain context parallelism is ahead of us.\n\n"
+            "gathers where that ends sooner, in its best order of a pipeline (`wlb_ideal`; [all claims](paper.md), "
+            f"{_source('paper')}, `make paper`):\n\n"
             + _table(("", "disaggregated", "distca", "distca of the bound"), table) + "\n\n" + shares(results))
 
 
@@ -321,8 +320,7 @@ def shares(results: Path) -> str:
     content = _read(results, "share_of_bound")
     table = [[name, f"{one['settings']}", *(f"{100 * one[key]:.1f} %" for key in (
         "share_min", "share_median", "share_max", "ceiling_of_tasks_min"))] for name, one in content["summary"].items()]
-    return ("That table is older than placement by nodes, interleaved pipelines and the latest tables. `distca` "
-            "of the bound since then, by tensor parallelism, one batch a setting, for those settings that have run "
+    return ("`distca` of the bound by tensor parallelism, one batch a setting, for those settings that have run "
             f"({_source('share_of_bound')}, `benchmarks/share_of_bound.py`); the last column is what the shapes of "
             "tasks alone leave of it, with free links and perfect balance. The bound counts no recomputation: without "
             "the settings that need it, TP 1 has at least 91 %. With a pipeline at 32 nodes, exchanges between nodes "

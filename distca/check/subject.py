@@ -64,7 +64,7 @@ class Subject:
         """What rounding explains, relative to the largest output.
 
         A layer rounds a few dozen sums of its dtype, or of float32, in which norms, softmax and routers are computed
-        anyway, and errors grow with the layers they pass. The largest ones seen in sound models are 30 times smaller.
+        anyway, and errors grow with the layers they pass.
         """
         layers = getattr(self.config, "num_hidden_layers", 4)
         return 64 * max(torch.finfo(self.dtype).eps, torch.finfo(torch.float32).eps) * (layers + 1)

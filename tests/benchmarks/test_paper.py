@@ -104,7 +104,7 @@ def test_the_settings_are_all_there() -> None:
 def test_a_pipeline_is_chosen_among_those_that_fit() -> None:
     case = Case("fig10", "llama-34b", 32, 384 * KIB, 8, "pretrain", (1, 2, 4))
     wanted = {(where.pp, where.num_micro_batches) for where in case.settings()}
-    assert wanted == {(1, 8), (1, 4), (2, 8), (2, 4), (4, 8), (4, 4)}
+    assert wanted == {(1, 8), (1, 4), (1, 2), (1, 1), (2, 8), (2, 4), (2, 2), (4, 8), (4, 4)}
     (row,) = measure(Case("fig10", "llama3-8b", 4, 64 * KIB, 4, "pretrain", (1, 2)), 1)
     assert row["distca_choice"].endswith("no pipeline")  # no bubble
 
