@@ -171,7 +171,7 @@ def test_torchrun_restarts_from_memory_too(whole: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     run = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-                            "--max-restarts", "1", "--master-addr", "127.0.0.1", "--master-port", str(port),
+                            "--max-restarts", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}",
                             "-m", "distca", "train", str(path)], cwd=ROOT, text=True,
                            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
                            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"})
