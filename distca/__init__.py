@@ -27,18 +27,19 @@ if TYPE_CHECKING:
     from distca import data, kernels
     from distca.integrations.packed import PackedAttention, latest_plan
     from distca.runtime.attention import CoreAttention
-    from distca.runtime.dedicated import serve_until_stopped, stop_servers
     from distca.runtime.liveness import end_process
+    from distca.runtime.pool.server import Server
+    from distca.runtime.pool.transport import PoolTransport, connect_servers
     from distca.runtime.transport import C10dTransport, LoopbackWorld, Transport, TransportError
     from distca.runtime.transport.symmetric import SymmetricTransport
 
 __version__ = "0.1.0"
 __all__ = [
     "C10dTransport", "ClusterShape", "CoreAttention", "LatencyTable", "Layout", "LoopbackWorld", "ModelShape",
-    "PackedAttention", "Plan", "Span", "StepPlan", "StepTrace", "SymmetricTransport", "Topology", "Transport",
-    "TransportError", "UserError", "__version__", "analytic_table", "cluster_named", "compare", "data", "end_process",
-    "kernels", "latest_plan", "model_named", "pack", "plan", "plan_step", "sample_lengths", "serve_until_stopped",
-    "shipped_table", "stop_servers",
+    "PackedAttention", "Plan", "PoolTransport", "Server", "Span", "StepPlan", "StepTrace", "SymmetricTransport",
+    "Topology", "Transport", "TransportError", "UserError", "__version__", "analytic_table", "cluster_named", "compare",
+    "connect_servers", "data", "end_process", "kernels", "latest_plan", "model_named", "pack", "plan", "plan_step",
+    "sample_lengths", "shipped_table",
 ]
 
 _NEED_TORCH = {name: module for module, names in {  # public name -> the module that defines it, or that it is
@@ -46,8 +47,9 @@ _NEED_TORCH = {name: module for module, names in {  # public name -> the module 
     "distca.kernels": ("kernels",),
     "distca.integrations.packed": ("PackedAttention", "latest_plan"),
     "distca.runtime.attention": ("CoreAttention",),
-    "distca.runtime.dedicated": ("serve_until_stopped", "stop_servers"),
     "distca.runtime.liveness": ("end_process",),
+    "distca.runtime.pool.server": ("Server",),
+    "distca.runtime.pool.transport": ("PoolTransport", "connect_servers"),
     "distca.runtime.transport": ("C10dTransport", "LoopbackWorld", "Transport", "TransportError"),
     "distca.runtime.transport.symmetric": ("SymmetricTransport",),
 }.items() for name in names}

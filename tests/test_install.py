@@ -1,5 +1,6 @@
 """What is built installs and runs without this checkout, and nothing names an index that does not have the package."""
 
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import distca
+from distca.validation import EXTRA_OF, to_install
 
 ROOT = Path(distca.__file__).parents[1]
 TEXTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*"), *ROOT.glob("distca/**/*.py"),
@@ -129,6 +131,28 @@ def test_the_readme_installs_by_lines_that_work_today() -> None:
     assert ".venv/bin/distca" not in readme
     for extra in re.findall(r"\.\[([\w,-]+)\]", readme):
         assert set(extra.split(",")) <= set(PROJECT["optional-dependencies"])
+
+
+def test_the_readme_and_messages_name_every_extra() -> None:
+    extras = PROJECT["optional-dependencies"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = readme[readme.index("| extra | for |"):].partition("\n\n")[0]
+    assert set(re.findall(r"`([\w-]+)`(?=[^|]*\|[^|]*\|)", table)) == set(extras) - {"dev"}
+    for package, extra in EXTRA_OF.items():
+        assert any(one.startswith(package) for one in extras[extra]), package
+    ours = [one for extra in ("train", "data", "text", "plot", "tensorboard", "wandb") for one in extras[extra]]
+    assert set(EXTRA_OF) == {one.partition(">")[0] for one in ours}
+    assert to_install("pyarrow") == "run: pip install pyarrow, or install distca with the extra data"
+
+
+def test_a_missing_package_is_one_line_with_its_extra(tmp_path: Path) -> None:
+    for package, arguments, extra in (("torch", ("profile",), "train"), ("torch", ("train",), "train"),
+                                      ("matplotlib", ("plan", "prolong", "--plot", "a.png"), "plot")):
+        code = f"import sys; sys.modules[{package!r}] = None; from distca.cli import main; main({arguments!r})"
+        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
+                              env={**os.environ, "PYTHONPATH": str(ROOT)})
+        assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
+        assert f"{package}" in done.stderr and f"or install distca with the extra {extra}" in done.stderr
 
 
 def test_nothing_is_installed_from_an_index_that_does_not_have_us() -> None:

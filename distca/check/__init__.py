@@ -7,7 +7,11 @@ one token is changed, a document is packed or alone, on one rank or on several. 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
+
+from distca.models import CONFIG
+from distca.validation import UserError
 
 FOLLOW = ("alone", "over-ranks", "gradients")  # kinds that come of others, where there are any
 LAYER = "layer-"                               # before a kind: the same, seen in single layers
@@ -31,6 +35,18 @@ class Finding:
 
     def record(self) -> dict[str, Any]:
         return {**asdict(self), "line": self.line}
+
+
+def config_file(name: str) -> Path | None:
+    """Return the config.json that MODEL names, or None if it names a function; refuse what is neither."""
+    path = Path(name)
+    if ":" in name and not path.exists():
+        return None
+    file = path / CONFIG if path.is_dir() else path
+    if not file.is_file():
+        raise UserError(f"MODEL is {name!r}; give a folder with a {CONFIG}, a {CONFIG}, or module:function, which "
+                        "returns a model and a batch")
+    return file
 
 
 def causes(findings: list[dict[str, Any]]) -> list[dict[str, Any]]:

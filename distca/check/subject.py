@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from distca.check import config_file
 from distca.check.batches import WINDOW, Batch, packings, without_labels
-from distca.models import CONFIG
 from distca.runtime.transport.c10d import first_line
 from distca.validation import UserError
 
@@ -72,14 +72,8 @@ class Subject:
 
 def subject_of(name: str, device: torch.device, dtype: torch.dtype | None) -> Subject:
     """Build what MODEL names: a folder with a config.json, that file, or `module:function`."""
-    if ":" in name and not Path(name).exists():
-        return _from_function(name, device)
-    path = Path(name)
-    file = path / CONFIG if path.is_dir() else path
-    if not file.is_file():
-        raise UserError(f"MODEL is {name!r}; give a folder with a {CONFIG}, a config.json, or module:function, which "
-                        "returns a model and a batch")
-    return _from_config(file, device, dtype)
+    file = config_file(name)
+    return _from_function(name, device) if file is None else _from_config(file, device, dtype)
 
 
 def _from_config(file: Path, device: torch.device, dtype: torch.dtype | None) -> Subject:
@@ -94,7 +88,12 @@ def _from_config(file: Path, device: torch.device, dtype: torch.dtype | None) ->
     count, weights = sum(one.numel() for one in shapes.parameters()), [*file.parent.glob("*.safetensors")]
     is_small = count <= MAX_PARAMETERS
     if not is_small:
-        narrow(config)
+        try:
+            narrow(config)
+            _on_meta(config)
+        except (ValueError, AttributeError, TypeError, RuntimeError) as error:
+            raise UserError(f"{file}: {config.model_type} cannot be narrowed ({first_line(error)}); give a smaller "
+                            "one, or a function that returns it") from None
     _shorten_windows(config)
     config._experts_implementation = "eager"                     # the other kinds know no float64
     torch.manual_seed(0)
@@ -130,7 +129,7 @@ def _is_finite(model: Any, packing: str) -> bool:
     try:
         return bool(model(**{name: one.to(device) if isinstance(one, torch.Tensor) else one
                              for name, one in batch.items()}).logits.isfinite().all())
-    except RuntimeError:                                         # a product that knows no float64
+    except Exception:                                            # the probes say what it is, if float32 does not help
         return False
 
 
@@ -156,7 +155,7 @@ def narrow(config: Any) -> None:
     config.num_attention_heads = few * min(heads // kv_heads, MAX_GROUP)
     config.num_key_value_heads = config.num_attention_heads if latent or kv_heads == heads else few
     config.hidden_size = min(config.hidden_size, config.num_attention_heads * (64 if latent else head_dim))
-    if isinstance(getattr(config, "head_dim", None), int) and not latent:
+    if "head_dim" in config.to_dict() and not latent:
         config.head_dim = head_dim
     dense = getattr(config, "first_k_dense_replace", None)
     if dense:

@@ -115,7 +115,7 @@ def loss_in(result: Any) -> torch.Tensor | None:
 
 
 def is_shifted(world: World, batches: Sequence[Batch]) -> bool:
-    """Return whether `labels` are the next tokens already and the model knows: its loss compares them as they are."""
+    """Return whether `labels` are the next tokens already, and the model compares its outputs with them as they are."""
     batch, subject = batches[world.rank], world.subject
     labels = batch.get("labels")
     if labels is None or batch.get("shift_labels") is not None:

@@ -21,8 +21,10 @@ from distca.cli.doctor import doctor_command
 from distca.cli.plan import plan_command
 from distca.cli.profile import profile_command
 from distca.cli.report import report_command
+from distca.cli.serve import serve_command
 from distca.cli.simulate import simulate_command
 from distca.cli.train import TRAIN_USAGE, train_command
+from distca.cli.watch import watch_command
 from distca.validation import EXTRA_OF, UserError, plain, to_install
 
 MAX_LINE = 2000  # characters of an error
@@ -60,8 +62,10 @@ app.command("export")(export_command)
 app.command("plan")(plan_command)
 app.command("profile")(profile_command)
 app.command("report")(report_command)
+app.command("serve")(serve_command)
 app.command("simulate")(simulate_command)
 app.command("train", **TRAIN_USAGE)(train_command)
+app.command("watch")(watch_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

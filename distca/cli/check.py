@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 import distca
-from distca.check import causes
+from distca.check import causes, config_file
 from distca.cli.doctor import GROUP_GRACE_SECONDS
 from distca.cli.options import number, progress, say
 from distca.train.launch import rank_in, report_end, run_ranks, this_rank
@@ -45,10 +45,9 @@ def check_command(
     check_whole("timeout_seconds", timeout_seconds)
     if dtype not in DTYPES:
         raise UserError(f"--dtype is {dtype!r}; choose one of: {', '.join(DTYPES)}")
-    env = rank_in(os.environ)
+    env, is_function = rank_in(os.environ), config_file(model) is None
     if env is None or env.rank == 0:
         say("distca check: loading torch and transformers …")
-    is_function = ":" in model and not Path(model).exists()
     for package in ("torch", *["transformers"] * (enable or not is_function)):
         if find_spec(package) is None:
             raise UserError(f"distca check needs {package}, which is not installed; run: pip install {package}")
@@ -129,6 +128,8 @@ def page(found: dict[str, Any]) -> list[str]:
     count = len(first)
     lines.append(f"{'summary':<8} {len(found['probes'])} probes in {found['seconds']:.0f} s: " + (
         f"{count} thing{'s are' if count > 1 else ' is'} wrong" if count else "packing is right"))
+    lines.append(f"{'next':<8} " + ("mend the first line, then check again" if count else
+                                    "distca plan LENGTHS says what balancing saves on your documents"))
     return lines
 
 

@@ -40,8 +40,8 @@ def verify_command(folder: Folder) -> None:
             num_bytes = sum(facts.num_bytes for facts in manifest.files.values())
             print(f"{path.name}  good: {len(manifest.tensors)} tensors in {len(manifest.files)} files, "
                   f"{num_bytes:,} bytes")
-    print("Next: restore what is not good, or remove it; runs resume from the newest good one." if bad else
-          f"Next: distca export {shlex.quote(str(folder))} my-model writes the weights for Hugging Face.")
+    say("Next: restore what is not good, or remove it; runs resume from the newest good one." if bad else
+        f"Next: distca export {shlex.quote(str(folder))} my-model writes the weights for Hugging Face.")
     raise typer.Exit(1 if bad else 0)
 
 

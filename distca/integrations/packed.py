@@ -63,7 +63,8 @@ class PackedAttention:
 
     `group` None is the default group, or this process alone if torch.distributed is not initialized. `model` gives
     the bytes of a token's query and keys; None takes them from the first call. `kernel`, `state`, `transport` and
-    `recorder` are passed to CoreAttention. `speed` may be set between batches, to the same values on every rank.
+    `recorder` are passed to CoreAttention; a transport of `connect_servers` brings dedicated servers. `speed` may be
+    set between batches, to the same values on every rank.
     """
 
     def __init__(
@@ -214,11 +215,11 @@ class PackedAttention:
             assert batch.plan is not None
             return pool(q, k, v, batch.plan, backward=batch.backward, **scores)
         if batch.spans:                                          # queries stay; keys inside the window are sent
-            return pool(q, k, v, self._unmoved(batch.rows, window), window=window, **scores)
+            return pool(q, k, v, self._unmoved(batch.rows, window, pool.transport.size), window=window, **scores)
         if not batch.slices.start:
             every = sum(x.sum() for x in (q, k, v, sinks) if x is not None)
             return v.new_empty(*q.shape[:2], v.shape[2]) + every  # no tokens, but zero gradients
-        return self._home(q, k, v, self._unmoved((batch.slices,), None), window=window, **scores)
+        return self._home(q, k, v, self._unmoved((batch.slices,), None, 1), window=window, **scores)
 
     def _exchange(self, mine: RowSlices | ValueError, device: torch.device, shapes: Shapes | None) -> Rows:
         if self._pool is None and dist.is_initialized():
@@ -234,16 +235,17 @@ class PackedAttention:
     def _balanced(self, rows: Rows, backward: bool) -> Plan:
         model = self._shape()
         time = None if self.cost is None else AttentionTime.of(self.cost, model)
-        return balance(self._layout(rows), model, tolerance=self.tolerance, speed=self.speed, cost=time,
+        speed = np.ones(self._pool.transport.size) if self.speed is None and self._pool is not None else self.speed
+        return balance(self._layout(rows), model, tolerance=self.tolerance, speed=speed, cost=time,
                        backward=backward, topology=None if self._pool is None else self._pool.topology)
 
-    def _at_home(self, rows: Rows, window: int | None) -> Plan:
+    def _at_home(self, rows: Rows, window: int | None, num_servers: int) -> Plan:
         """Return a plan with every query on its home rank; with a window, only keys inside it are sent."""
         layout = self._layout(rows)
         tasks = tasks_at_home(layout)
         if window is not None:
             tasks = replace(tasks, kv_start=np.maximum(tasks.q_start - window + 1, 0))
-        return Plan(layout, tasks, np.ones(layout.num_ranks), 0.0, self._shape())
+        return Plan(layout, tasks, np.ones(num_servers), 0.0, self._shape())
 
     def _shape(self) -> ModelShape:
         if self.model is None:

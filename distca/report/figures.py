@@ -17,7 +17,7 @@ from distca.planning.tasks import tasks_at_home
 from distca.simulate.memory import Memory
 from distca.simulate.outcomes import Comparison, Outcome
 from distca.simulate.strategies import BOUND, STRATEGIES
-from distca.trace import StepTrace
+from distca.trace import RankFigures, StepTrace
 from distca.validation import UserError, check_name, check_number, short
 
 OURS = "distca"
@@ -210,27 +210,55 @@ class Timeline:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class BatchColumns:
+    """Figures of several planned batches; work is the slowest server's, relative to the mean."""
+
+    documents: np.ndarray  # [batches]
+    before: np.ndarray     # [batches]
+    after: np.ndarray      # [batches]
+    num_bytes: np.ndarray  # [batches] a layer, forward
+    shown: int             # number, from 1, of the batch that the page shows in full
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class RunFigures:
     """Figures of a run's steps; NaN where a step has none."""
 
     step: np.ndarray                             # [steps]
     series: tuple[tuple[str, np.ndarray], ...]   # label with its unit, [steps]
+    name: str = "this run"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """One of a rank's waits in a step."""
+
+    rank: int
+    waits_for: str       # the rank that began to send last, or what else held it up
+    seconds: float
+    start_seconds: float
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReportData:
-    """Content of a report page."""
+    """Content of a report page. `work`, `transfers` and so on come from `plan`, or else from `ranks`."""
 
     title: str
     subtitle: str = ""
     facts: tuple[tuple[str, str], ...] = ()      # name and value, for the top of the page
     comparison: tuple[StrategyFigures, ...] = ()
-    plan: PlannedBatch | None = None
+    batches: BatchColumns | None = None
+    detail: tuple[str, str, tuple[tuple[str, str], ...]] | None = None  # title, text and facts of the batch or step
+    plan: PlannedBatch | None = None             # that is shown in full
+    ranks: RankFigures | None = None
     timelines: tuple[Timeline, ...] = ()
-    stacked: bool = False                        # timelines one above the other, else side by side
+    waits: tuple[Wait, ...] | None = None        # the largest, of the first timeline
     memory: Memory | None = None
     memory_capacity_bytes: float | None = None   # per rank
-    run: RunFigures | None = None
+    runs: tuple[RunFigures, ...] = ()            # one, or two to compare
+    sides: tuple[tuple[str, ...], ...] = ()      # name of a fact and its value in each of two runs
+    settings: tuple[tuple[str, ...], ...] = ()   # name and the value in each run
     verdict: str = ""                            # the result in a sentence or two, at the top of the page
 
 
@@ -248,7 +276,7 @@ def comparison_page(comparison: Comparison) -> ReportData:
     strategies = strategies_of(comparison)
     return ReportData(
         "Strategies on the same documents", ", ".join(f"{name} {value}" for name, value in known.items()),
-        comparison=strategies, verdict=verdict(strategies), stacked=True)
+        comparison=strategies, verdict=verdict(strategies))
 
 
 def ours_and_best_baseline(

@@ -12,7 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from distca.report.figures import NO_GAIN, PlannedBatch, ReportData, byte_text, count_text, seconds_text
+from distca.report.figures import (
+    NO_GAIN,
+    BatchColumns,
+    PlannedBatch,
+    ReportData,
+    byte_text,
+    count_text,
+    seconds_text,
+)
 from distca.validation import unit_text
 from distca.workload.sequences import CorpusFigures
 
@@ -94,15 +102,20 @@ class PlannedBatches:
         return content
 
     def page(self) -> ReportData:
-        """Build the page of the shown batch, with the verdict on all batches at the top."""
+        """Build the page: the verdict and all batches first, then, apart, the shown batch in full."""
         data = plan_page(self.shown)
         facts = () if self.corpus is None else _corpus_facts(self.corpus)
-        words = [data.subtitle, self.note.rstrip(".")]
-        if self.is_dealt:
-            words.append(f"Shown is batch {self.shown_number}, the worst before planning")
-        subtitle = "".join(f"{one}. " for one in words if one).rstrip()
-        return replace(data, title=f"Plan of {self.source}", subtitle=subtitle if self.note else data.subtitle,
-                       verdict=self.verdict(), facts=(*data.facts, *facts))
+        note = f"{self.note.rstrip('.')}. " if self.note else ""
+        if not self.is_dealt:
+            return replace(data, title=f"Plan of {self.source}", subtitle=f"{note}{data.subtitle}",
+                           verdict=self.verdict(), facts=(*data.facts, *facts))
+        columns = BatchColumns(
+            np.array([batch.documents for batch in self.batches]), self.column("work_max_over_mean_before"),
+            self.column("work_max_over_mean"), self.column("bytes_total"), self.shown_number)
+        title = f"Batch {self.shown_number} of {len(self.batches)}, the worst before planning"
+        pool = self.shown.pool_text.rsplit(", ", 1)              # the documents differ from batch to batch
+        return replace(data, title=f"Plan of {self.source}", subtitle=f"{note}{pool[0]}, {self.shown.options_text}",
+                       verdict=self.verdict(), facts=facts, batches=columns, detail=(title, f"{pool[1]}.", data.facts))
 
     def verdict(self) -> str:
         """Summarize all batches: what is gained, over what, and what it costs."""

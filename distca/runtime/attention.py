@@ -25,7 +25,7 @@ import torch.distributed as dist
 from distca.kernels.interface import PLAIN, Scores, check_sinks, check_tensors, gradient_of_sinks, with_sinks
 from distca.planning.plan import Plan
 from distca.runtime.call import BackwardCall, Call, ForwardCall
-from distca.runtime.dedicated import Announcer
+from distca.runtime.pool.transport import PoolTransport
 from distca.runtime.prepared import PlanCache, Shapes
 from distca.runtime.recorder import Recorder
 from distca.runtime.transport import HierarchicalTransport, Transport, transport_for
@@ -72,7 +72,6 @@ class CoreAttention:
         self.transport = transport_for(transport, group)
         self.plans = PlanCache(self.transport, kernel)
         self.state, self.recorder = state, recorder
-        self._announcer = Announcer(self.transport)
 
     @property
     def topology(self) -> Topology | None:
@@ -127,22 +126,27 @@ class CoreAttention:
         if plan.window not in (None, scores.window):
             raise UserError(f"window is {scores.window} but the plan is for a window of {plan.window}; give one of "
                             "them")
-        announce = None
+        carrier = None
         if plan.num_servers > plan.layout.num_ranks:
             if self.state == "keep":
                 raise UserError("state is 'keep' but the plan has dedicated servers, which keep nothing; use 'resend'")
-            if self.transport.rank == 0:
-                announce = self._announcer.about(plan, self.plans.facts(plan).digest, backward, shapes, scores)
+            if not isinstance(self.transport, PoolTransport):
+                raise UserError(f"the plan has {plan.num_servers - plan.layout.num_ranks} dedicated servers but the "
+                                "transport connects ranks with tokens only; give a PoolTransport")
+            carrier = self.transport.call(plan, self.plans.facts(plan).digest, backward, shapes, scores)
         return (BackwardCall if backward else ForwardCall)(
             self.plans, plan, shapes, scores=scores, keep=self.state == "keep", recorder=self.recorder,
-            announce=announce)
+            carrier=carrier)
 
     def expect(self, plans: Iterable[Plan], device: torch.device) -> None:
         """Compare many plans, such as those of an optimizer step, with the other ranks at once, before their calls.
 
-        Every rank must pass the same plans. Pools with dedicated servers compare plans call by call instead.
+        Every rank must pass the same plans. Dedicated servers get them ahead of their calls.
         """
+        plans = list(plans)
         self.plans.expect(plans, device)
+        if isinstance(self.transport, PoolTransport):
+            self.transport.pool.push(plans)
 
     def _pending(self, inputs: Inputs, plan: Plan, backward: Plan | None, scores: Scores) -> Pending:
         q, k, v, sinks = inputs

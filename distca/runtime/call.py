@@ -12,9 +12,10 @@ of the forward unless they `keep` their inputs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
+from typing import Any, Protocol
 
 import torch
 
@@ -23,6 +24,7 @@ from distca.planning.plan import Plan
 from distca.runtime.exchange import Exchange, Tensors, UnderWay
 from distca.runtime.prepared import PlanCache, Prepared, Shapes
 from distca.runtime.recorder import Recorder
+from distca.runtime.transport import Handle
 
 
 class Phase(Enum):
@@ -33,17 +35,26 @@ class Phase(Enum):
     COMBINE = "combine"
 
 
+class Carrier(Protocol):
+    """Carries the exchanges of one call in place of the pool's transport: first the inputs, then the results."""
+
+    def begin(self, expected: Sequence[int]) -> None:
+        """Begin the call; `expected` are the bytes of results that will come from each rank of the pool."""
+
+    def exchange(self, send: torch.Tensor, send_splits: list[int], recv_splits: list[int]) -> Handle: ...
+
+
 class Call(ABC):
-    """One direction of a call. `announce` announces each phase to dedicated servers before this rank runs it."""
+    """One direction of a call, on the transport of `plans` or by a `carrier`."""
 
     def __init__(
         self, plans: PlanCache, plan: Plan, shapes: Shapes, *, scores: Scores = PLAIN, keep: bool = False,
-        recorder: Recorder | None = None, announce: Callable[[Phase], None] | None = None,
+        recorder: Recorder | None = None, carrier: Carrier | None = None,
     ) -> None:
         self.plans, self.plan, self.shapes = plans, plan, shapes
-        self.scores, self.keep, self.recorder, self.announce = scores, keep, recorder, announce
+        self.scores, self.keep, self.recorder, self.carrier = scores, keep, recorder, carrier
         self._prepared: Prepared | None = None
-        self._started: tuple[Exchange, Callable[[], UnderWay]] | None = None
+        self._started: tuple[Exchange, Callable[[], UnderWay], Any] | None = None
 
     @abstractmethod
     def dispatch(self, *row: torch.Tensor) -> None:
@@ -62,8 +73,12 @@ class Call(ABC):
     def empty_row(self) -> Tensors:
         """Return the tensors that a rank without tokens dispatches."""
 
+    @abstractmethod
+    def results_of(self, prepared: Prepared) -> Exchange:
+        """Return the exchange that brings results back."""
+
     def run_without_tokens(self, phase: Phase) -> None:
-        """Run a phase on a rank that has no tokens: a dedicated server or an idle stage."""
+        """Run a phase without tokens: as a dedicated server or an idle stage."""
         if phase is Phase.DISPATCH:
             self.dispatch(*self.empty_row())
         elif phase is Phase.SERVE:
@@ -72,23 +87,26 @@ class Call(ABC):
             self.combine()
 
     def _enter(self, phase: Phase) -> Prepared:
-        if self.announce is not None:
-            self.announce(phase)
         if phase is Phase.DISPATCH:
             self._prepared = self.plans.begin(self.plan, self.shapes, self.scores)
+            if self.carrier is not None:
+                self.carrier.begin(self.results_of(self._prepared).outer.arriving.splits)
         assert self._prepared is not None, "dispatch comes first"
         return self._prepared
 
     def _send(self, exchange: Exchange, tensors: Tensors, check: bool = False) -> None:
-        self._started = exchange, exchange.start(tensors, check)
+        moment = None if self.recorder is None else self.recorder.moment()
+        self._started = exchange, exchange.start(tensors, check, self.carrier), moment
 
     def _receive(self) -> Tensors:
         """Wait for the exchange and unpack the received and the local tensors."""
         assert self._started is not None
-        (exchange, last_hop), self._started = self._started, None
+        (exchange, last_hop, sent), self._started = self._started, None
         with self._noted("exchange", "wait", exchange.num_bytes) if exchange.moves else nullcontext():
             hop = last_hop()
             hop.wait()
+        if self.recorder is not None and exchange.moves:         # tells which rank sent last
+            self.recorder.note("exchange", "network", sent, exchange.num_bytes)
         return hop.unpack(streams=exchange.relay is not None)
 
     def _noted(self, name: str, lane: str, num_bytes: int = 0) -> AbstractContextManager[None]:
@@ -116,6 +134,9 @@ class ForwardCall(Call):
     def empty_row(self) -> Tensors:
         return self.shapes.empty_row()[:3]
 
+    def results_of(self, prepared: Prepared) -> Exchange:
+        return prepared.outputs
+
 
 class BackwardCall(Call):
     """q, k, v, out, its gradient and log-sum-exp -> dq, dk, dv."""
@@ -141,3 +162,6 @@ class BackwardCall(Call):
     def empty_row(self) -> Tensors:
         q, k, v, out, lse = self.shapes.empty_row()
         return q, k, v, out, out, lse
+
+    def results_of(self, prepared: Prepared) -> Exchange:
+        return prepared.gradients

@@ -22,7 +22,7 @@ import torch
 
 from distca.dispatch import RankTables, Runs, Side
 from distca.kernels.interface import accumulation_dtype, merge
-from distca.runtime.transport import Handle, Relay, Transport
+from distca.runtime.transport import Exchanges, Handle, Relay, Transport
 from distca.validation import UserError
 
 ALIGNMENT = 16  # bytes; every field of a split begins at a multiple of it
@@ -245,9 +245,9 @@ class Hop:
     moves: bool
     ranks: Sequence[int]          # the pool rank of each of the transport's ranks
 
-    def start(self, tensors: Tensors, check: bool) -> UnderWay:
+    def start(self, tensors: Tensors, check: bool, carrier: Exchanges | None = None) -> UnderWay:
         own = self.packing.ready(tensors)
-        handle = self.transport.exchange(
+        handle = (carrier or self.transport).exchange(
             self.packing.pack(own), self.packing.leaving.splits, self.packing.arriving.splits) if self.moves else None
         return UnderWay(self, own, handle, check)
 
@@ -297,9 +297,14 @@ class Exchange:
         """Bytes sent and received by this rank; with two hops, only those of the hop between all ranks."""
         return self.outer.leaving.num_bytes + self.outer.arriving.num_bytes
 
-    def start(self, tensors: Tensors, check: bool = False) -> Callable[[], UnderWay]:
-        """Start sending; the returned function waits for the last hop to start. `check` compares received stamps."""
-        first = self.hops[0].start(tensors, check)
+    def start(
+        self, tensors: Tensors, check: bool = False, carrier: Exchanges | None = None
+    ) -> Callable[[], UnderWay]:
+        """Start sending; the returned function waits for the last hop to start. `check` compares received stamps.
+
+        A `carrier` exchanges in place of the transport, in one hop.
+        """
+        first = self.hops[0].start(tensors, check, carrier)
         if self.relay is None:
             return lambda: first
 

@@ -22,18 +22,27 @@ class Recorder:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._spans: list[tuple[str, str, Any, Any, int]] = []
-        self._start = self._now()
+        self.begin_step()
 
     def begin_step(self) -> None:
-        self._spans = []
-        self._start = self._now()
+        self._spans: list[tuple[str, str, Any, Any, int]] = []
+        self._of_host: list[tuple[str, str, float, float]] = []
+        self._start = self.moment()
+        self._host_start = self._start if isinstance(self._start, float) else perf_counter()
+
+    def note_of_host(self, name: str, lane: str, start: float, stop: float) -> None:
+        """Record what the host measured, by `perf_counter`."""
+        self._of_host.append((name, lane, start, stop))
 
     @contextmanager
     def span(self, name: str, lane: str, num_bytes: int = 0) -> Iterator[None]:
-        start = self._now()
+        start = self.moment()
         yield
-        self._spans.append((name, lane, start, self._now(), num_bytes))
+        self.note(name, lane, start, num_bytes)
+
+    def note(self, name: str, lane: str, start: Any, num_bytes: int = 0) -> None:
+        """Record a span from `start`, a `moment`, until now."""
+        self._spans.append((name, lane, start, self.moment(), num_bytes))
 
     def end_step(self, rank: int, step: int) -> StepTrace:
         """Return the step's spans in seconds from its start; on a GPU, synchronize first.
@@ -44,12 +53,15 @@ class Recorder:
             torch.cuda.synchronize(self.device)
         spans = sorted((Span(name, lane, self._since(begin), self._since(end), num_bytes)
                         for name, lane, begin, end, num_bytes in self._spans), key=lambda span: span.start_seconds)
+        spans += [Span(name, lane, start - self._host_start, stop - self._host_start)
+                  for name, lane, start, stop in self._of_host]
         inner = [span for span in spans if span.lane in ("attention", "wait")]
         linear = [part for span in spans if span.lane == "linear" for part in _between(span, inner)]
         others = [span for span in spans if span.lane != "linear"]
         return StepTrace(rank, step, tuple(sorted([*others, *linear], key=lambda span: span.start_seconds)))
 
-    def _now(self) -> Any:
+    def moment(self) -> Any:
+        """Return the current moment: of the clock, or of the GPU's current stream."""
         if self.device.type != "cuda":
             return perf_counter()
         event = torch.cuda.Event(enable_timing=True)

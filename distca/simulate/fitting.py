@@ -107,7 +107,10 @@ def _candidates(asked: StepAsked, model: ModelShape, cluster: ClusterShape) -> I
     """Yield the options with every open one filled in, the usual choices first."""
     for field in ("gpus", "tp", "ep"):
         check_whole(field, 1 if getattr(asked, field) is None else getattr(asked, field))
-    for gpus in (DEFAULT_GPUS << more for more in range(_DOUBLINGS + 1)) if asked.gpus is None else (asked.gpus,):
+    unit = lcm(*(asked.pp or (1,))) * (asked.tp or cluster.gpus_per_node)
+    usual = max(DEFAULT_GPUS // unit, 1) * unit
+    grows = range(_DOUBLINGS + 1 if asked.sequences is None else 1)  # for a model, not for a step as large as asked for
+    for gpus in (usual << more for more in grows) if asked.gpus is None else (asked.gpus,):
         stages = [(one,) for one in _STAGES if one <= model.num_layers] if asked.pp is None else [asked.pp]
         sizes = sorted((tp for tp in range(1, min(cluster.gpus_per_node, gpus) + 1) if gpus % tp == 0),
                        key=lambda tp: (gpus // tp < LEAST_RANKS, -tp))

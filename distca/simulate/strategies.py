@@ -206,13 +206,14 @@ class Strategy:
     """A strategy by its name on the command line; a comparison keeps the best of its choices."""
 
     name: str
+    meaning: str               # what it does with a batch, for people who read the name in a table
     is_baseline: bool
     choices: Callable[[Setting, float | str], Sequence[Choice]]  # for a setting and a tolerance or auto
     variants: Callable[[Setting, Choice, float | str, Costs, StepDocuments], Sequence[Choice]]  # of the best choice,
     # which are tried too
 
 
-def _grouped(name: str, packings: Sequence[str], sharding: str) -> Strategy:
+def _grouped(name: str, meaning: str, packings: Sequence[str], sharding: str) -> Strategy:
     def choices(setting: Setting, tolerance: float | str) -> list[Choice]:
         divisors = [cp for cp in range(1, setting.num_data + 1) if setting.num_data % cp == 0]
         return [GroupChoice(cp, packing, sharding) for cp in divisors for packing in packings
@@ -230,11 +231,12 @@ def _grouped(name: str, packings: Sequence[str], sharding: str) -> Strategy:
                 for order in names]
         return sorted((other for other in best if other != choice), key=lambda other: seconds[other])[:_MOST_ORDERS]
 
-    return Strategy(name, True, choices, variants)
+    return Strategy(name, meaning, True, choices, variants)
 
 
 def _pool(
-    name: str, placement: str, tolerances: Sequence[float] = (DEFAULT_TOLERANCE,), may_wait: bool = False
+    name: str, meaning: str, placement: str, tolerances: Sequence[float] = (DEFAULT_TOLERANCE,),
+    may_wait: bool = False,
 ) -> Strategy:
     """Try all orders. With the best, try `tolerances` for auto, and with `may_wait` also no ping-pong, which is faster
     if exchanges are short."""
@@ -249,17 +251,24 @@ def _pool(
         others = [value for value in tolerances if value != choice.tolerance] if isinstance(tolerance, str) else []
         return [*(replace(choice, tolerance=value) for value in others), *[replace(choice, ping_pong=False)] * may_wait]
 
-    return Strategy(name, False, choices, variants)
+    return Strategy(name, meaning, False, choices, variants)
 
 
 STRATEGIES = {strategy.name: strategy for strategy in (
-    _grouped("fixed_packing", ("fixed",), "sequence"),
-    _grouped("variable_length", ("variable",), "document"),
-    _grouped("per_document_cp", ("fixed",), "document"),
-    _grouped("wlb_ideal", ("variable", "fixed"), "adaptive"),
-    _pool("disaggregated", "given"),
-    _pool("distca", "balanced", TOLERANCES, may_wait=True),
+    _grouped("fixed_packing", "equal tokens on every replica; every sequence is cut over the replica's ranks",
+             ("fixed",), "sequence"),
+    _grouped("variable_length", "equal work on every replica, with unequal tokens; every document is cut over the "
+             "replica's ranks", ("variable",), "document"),
+    _grouped("per_document_cp", "equal tokens on every replica; every document is cut over the replica's ranks",
+             ("fixed",), "document"),
+    _grouped("wlb_ideal", "the better of equal tokens and equal work, with the better cut for every micro-batch",
+             ("variable", "fixed"), "adaptive"),
+    _pool("disaggregated", "ours as published: documents stay where the loader puts them, attention is balanced over "
+          "all ranks", "given"),
+    _pool("distca", "ours: documents are also placed to save bytes, and the tolerance is chosen for the run",
+          "balanced", TOLERANCES, may_wait=True),
 )}
+BOUND_MEANING = "no strategy: a time that none can beat"
 NAMES = (*STRATEGIES, BOUND)  # in display order
 
 

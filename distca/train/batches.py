@@ -45,7 +45,7 @@ from distca.train.model.loss import chunked_cross_entropy
 from distca.train.model.parallel import accumulating
 from distca.train.model.segment_runs import Offload
 from distca.train.model.weight_gradients import WeightGradients, WeightUnit
-from distca.train.settings import Settings
+from distca.train.settings import Settings, num_roles
 from distca.train.settings.schedule import pipeline_ticks
 from distca.validation import UserError
 from distca.workload.topology import Topology
@@ -74,7 +74,7 @@ def step_plan(
     elif attention.mode == "per_document_cp":
         step = per_document_cp_step(lengths, model, num_data=num_data, layers=layers, tp=tp, ticks=ticks)
     else:
-        servers = ticks.num_stages * num_data + attention.dedicated // tp  # servers of this rank's tensor index
+        servers = ticks.num_stages * num_data + num_roles(settings) // tp  # of this rank's tensor index
         tolerance = attention.tolerance if isinstance(attention.tolerance, float) else _step_seconds(
             model, attention.cluster, tp, attention.cost)
         step = plan_step(lengths, model, num_data=num_data, layers=layers, tp=tp, ping_pong=settings.batch.ping_pong,

@@ -1,15 +1,14 @@
 """Process groups of a run, and collectives that exchange JSON.
 
-Training ranks come first, as a mesh of pipeline × data × tensor ranks. The last `attention.dedicated` ranks only serve
-attention: they have no layers, data or checkpoints. Tensor parallelism shards the heads, so a server belongs to one
-tensor index: the ranks with the same rank modulo `parallel.tensor`. Objects are sent as JSON, because torch's object
-collectives unpickle what they receive, and a compromised rank could run code on all others.
+Training ranks form a mesh of pipeline × data × tensor ranks. Tensor parallelism shards the heads, so attention is among
+the ranks of one tensor index: those with the same rank modulo `parallel.tensor`. Dedicated servers are in no group.
+Objects are sent as JSON, because torch's object collectives unpickle what they receive, and a compromised rank could
+run code on all others.
 """
 
 from __future__ import annotations
 
 import json
-import signal
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -22,9 +21,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from distca.runtime.attention import CoreAttention
-from distca.runtime.dedicated import serve_until_stopped
-from distca.runtime.transport import C10dTransport, Transport, TransportError, over_nodes
+from distca.runtime.pool.home import ServerPool
+from distca.runtime.pool.transport import PoolTransport
+from distca.runtime.transport import C10dTransport, Transport, over_nodes, transport_for
 from distca.train.settings import Settings
 from distca.validation import UserError
 
@@ -35,71 +34,39 @@ Value = TypeVar("Value")
 class Groups:
     """The process groups of a rank; all ranks construct them at the same time."""
 
-    mesh: DeviceMesh                        # the training ranks
-    servers: dist.ProcessGroup              # all ranks of this tensor index, dedicated ones last: attention's pool
-    homes: dist.ProcessGroup | None         # training ranks of this tensor index; None on a dedicated rank
-    trainers: dist.ProcessGroup | None      # all training ranks; None on a dedicated rank
-
-
-def num_training(settings: Settings, world: int) -> int:
-    """Return the number of ranks that train; the ranks after them only serve."""
-    return world - settings.attention.dedicated
+    mesh: DeviceMesh
+    homes: dist.ProcessGroup                # ranks of this tensor index, which share attention
 
 
 def groups_of(settings: Settings, device: torch.device) -> Groups:
     world, rank = dist.get_world_size(), dist.get_rank()
-    training, tensor, stages = num_training(settings, world), settings.parallel.tensor, settings.parallel.pipeline
-    timeout = timedelta(seconds=settings.run.timeout_seconds)
-    servers = group_of(range(rank % tensor, world, tensor), timeout)  # first: see `group_of` on the number of groups
-    mesh = init_device_mesh(device.type, (stages, training // tensor // stages, tensor),
-                            mesh_dim_names=("pipeline", "data", "tensor"))
-    if training == world:
-        return Groups(mesh, servers, servers, dist.group.WORLD)
-    if rank >= training:
-        return Groups(mesh, servers, None, None)
-    return Groups(mesh, servers, group_of(range(rank % tensor, training, tensor), timeout),
-                  group_of(range(training), timeout))
+    tensor, stages = settings.parallel.tensor, settings.parallel.pipeline
+    homes = group_of(range(rank % tensor, world, tensor), timedelta(seconds=settings.run.timeout_seconds))
+    return Groups(init_device_mesh(device.type, (stages, world // tensor // stages, tensor),
+                                   mesh_dim_names=("pipeline", "data", "tensor")), homes)
 
 
 def group_of(ranks: Sequence[int], timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:
-    """Create a process group by a call on its members only, so that dedicated ranks need not join.
+    """Create a process group by a call on its members only.
 
     torch names the group by its ranks and by the number of groups of the calling rank, which must be equal on all.
     """
     return dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
 
 
-def transport_between(group: dist.ProcessGroup, settings: Settings) -> str | Transport:
+def transport_between(
+    group: dist.ProcessGroup, settings: Settings, pool: ServerPool | None = None
+) -> str | Transport:
     """Return the transport of `attention.transport`, with relays between nodes if `attention.ranks_per_node` is set.
 
-    With dedicated ranks every exchange is one hop, because those ranks are in no other group.
+    With dedicated servers every exchange is one hop.
     """
     chosen, per_node = settings.attention.transport, settings.attention.ranks_per_node
-    if chosen == "c10d" and settings.attention.dedicated:
-        return "flat"
+    if pool is not None:
+        return PoolTransport(transport_for("flat" if chosen == "c10d" else chosen, group), pool)
     if chosen != "c10d" or not per_node:
         return chosen
     return over_nodes(C10dTransport(group), [rank // per_node for rank in range(dist.get_world_size(group))])
-
-
-def serve(settings: Settings, device: torch.device) -> int:
-    """Serve attention until the first training rank of the pool ends the run; return the number of calls.
-
-    Stop signals do not end this rank: the trainers agree on the last step, save, and then release it.
-    """
-    stop_signals: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: stop_signals.append(number))
-    groups = groups_of(settings, device)
-    attention = CoreAttention(groups.servers, kernel=settings.attention.kernel,
-                              transport=transport_between(groups.servers, settings))
-    set_timeouts(timedelta(seconds=settings.run.timeout_seconds))
-    try:
-        return serve_until_stopped(attention, device)
-    except TransportError:
-        if stop_signals:                                         # the signal ended trainers before they could handle it
-            return 0
-        raise
 
 
 def set_timeouts(timeout: timedelta) -> None:

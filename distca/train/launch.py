@@ -27,10 +27,11 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, NamedTuple, NoReturn, cast
 
 from distca.train.display import title
-from distca.train.settings import Settings
+from distca.train.settings import Settings, num_roles, num_training
 from distca.train.settings.checks import check_settings
 from distca.train.settings.preflight import MemoryKills, check_machine, threads_for
 from distca.validation import MAX_LOCAL_RANKS, UserError, check_whole, plain
@@ -40,6 +41,7 @@ Main = Callable[[Settings], int]
 FAILURE_GRACE_SECONDS = 2.0
 STOP_MARGIN_SECONDS = 5.0
 POLL_SECONDS = 0.2
+SECRET = "DISTCA_SECRET"  # environment variable by which a run's servers and trainers know each other
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 MAX_REPORT = 16_384  # characters of a traceback, so that it fits into the pipe's buffer
 RESTART_COUNT, MAX_RESTARTS = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"  # torchrun's
@@ -223,6 +225,7 @@ class _LocalRanks:
         self.settings, self.main = settings, main
         self.stop_signals: list[int] = []
         self.restarts = 0
+        self.training = num_training(settings, settings.run.ranks)  # ranks after these only serve: a run survives them
         self._begin()
 
     def _begin(self) -> None:
@@ -233,6 +236,8 @@ class _LocalRanks:
         self.memory_kills = MemoryKills.of(Path("/"))
 
     def run(self) -> int:
+        if num_roles(self.settings):
+            os.environ.setdefault(SECRET, token_hex(32))         # the ranks inherit it
         before = self._handle_signals()
         try:
             while (code := self._run_once()) is None:
@@ -253,10 +258,10 @@ class _LocalRanks:
         try:
             for rank in range(self.settings.run.ranks):
                 self._start(rank, store.port)
-            late = self._watch()
+            late = [rank for rank in self._watch() if rank < self.training]
         finally:
             self._kill()
-        return self._code([self._failure(rank) for rank, process in enumerate(self.processes)
+        return self._code([self._failure(rank) for rank, process in enumerate(self.processes[:self.training])
                            if process.exitcode and rank not in late], late)
 
     def _start(self, rank: int, port: int) -> None:
@@ -274,19 +279,19 @@ class _LocalRanks:
         """Wait for all ranks; a failure or a stop signal sets a deadline. Return the ranks that missed the deadline."""
         forwarded, deadline = 0, float("inf")
         while time.monotonic() < deadline:
-            failed = any(process.exitcode for process in self.processes)
+            failed = any(process.exitcode for process in self.processes[:self.training])
             self.ended |= {rank: time.time() for rank, process in enumerate(self.processes)
                            if process.exitcode is not None and rank not in self.ended}
             if len(self.ended) == len(self.processes):
                 break
-            if failed:
+            if failed or all(process.exitcode is not None for process in self.processes[:self.training]):
                 deadline = min(deadline, time.monotonic() + FAILURE_GRACE_SECONDS)
             if len(self.stop_signals) > forwarded:
                 kill_now = self.stop_signals.count(signal.SIGINT) > 1
                 patience = self.settings.run.timeout_seconds + STOP_MARGIN_SECONDS  # ranks find a stuck peer earlier
                 deadline = min(deadline, time.monotonic() + (0 if kill_now else patience))
                 forwarded = len(self.stop_signals)
-                for process in self.processes:
+                for process in self.processes[:self.training]:   # they release the servers
                     process.terminate()
             wait([process.sentinel for process in self.processes if process.exitcode is None], timeout=POLL_SECONDS)
         return self._kill()

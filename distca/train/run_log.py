@@ -37,7 +37,7 @@ SUMMED = ("tokens", "seconds", "exposed_seconds", "host_seconds", "work_before",
 LOGGED = ("loss", "lr", "grad_norm", "tokens_per_second", "seconds", "work_before", "work_after", "bytes_per_layer",
           "exposed_seconds", "host_seconds", "memory_bytes", "plan_seconds", "bubble_share", "served_in_bubbles",
           "attention_seconds", "attention_seconds_max", "linear_seconds", "mfu", "eval_loss", "tolerance",
-          "memory_now_bytes")
+          "memory_now_bytes", "servers", "faults", "repeated_tasks", "fault_seconds")
 LATEST = "latest"
 LOCKS = {"checkpoint.folder": ".lock", "log.folder": ".log-lock"}  # one folder may be both
 LOGGED_IN = "log_folder"  # file in checkpoint.folder with the name of the run's log folder
@@ -75,6 +75,10 @@ class StepRecord:
     restarts: int | None = None  # after which the run went on by itself; None before the first
     restart_seconds: float | None = None  # of all restarts: from the last step before to the first step after
     repeated_steps: int | None = None  # logged before a restart and computed again after it
+    servers: int | None = None  # dedicated servers that take part, if plans have roles for any
+    faults: int | None = None  # dedicated servers that were lost
+    repeated_tasks: int | None = None  # tasks that rank 0's tokens needed and that were sent to another server
+    fault_seconds: float | None = None  # from the last sign of life of a lost server to the results that it owed
 
 
 @dataclass(frozen=True, slots=True)

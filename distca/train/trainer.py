@@ -10,7 +10,6 @@ Only attention communicates, apart from FSDP, neighbouring pipeline stages and t
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import platform
@@ -32,12 +31,12 @@ from distca.cost.work import peak_flops, training_flops
 from distca.planning.plan import Plan
 from distca.planning.step import StepPlan
 from distca.runtime.attention import CoreAttention
-from distca.runtime.dedicated import stop_servers
 from distca.runtime.liveness import TRIM_STEPS, Liveness, is_lost, one_worker_per_group, return_freed_memory
 from distca.runtime.pipeline import Pipeline
+from distca.runtime.pool.home import ServerPool
 from distca.runtime.recorder import Recorder
 from distca.spec import ModelShape
-from distca.trace import StepTrace, write_chrome_trace
+from distca.trace import StepTrace
 from distca.train import launch
 from distca.train.agreement import Agreement, ServerSpeeds
 from distca.train.batches import Batch, Batches, Evaluation, StageWork, check_fills_a_batch
@@ -47,40 +46,51 @@ from distca.train.checkpoint.folder import step_folders
 from distca.train.checkpoint.neighbour import NeighbourCheckpoints
 from distca.train.data import Loader, open_corpora
 from distca.train.display import Observer
-from distca.train.groups import gather_json, groups_of, num_training, on_first, serve, set_timeouts, transport_between
+from distca.train.groups import gather_json, groups_of, on_first, set_timeouts, transport_between
 from distca.train.model.build import build_decoder, build_optimizer, connect, learning_rate
 from distca.train.model.huggingface import config_of
 from distca.train.model.parallel import clip_grad_norm
 from distca.train.model.segment_runs import Offload, run_segments
 from distca.train.model.shape import DecoderShape, decoder_shape
 from distca.train.model.weight_gradients import WeightGradients
+from distca.train.report_files import write_about, write_step
 from distca.train.run_log import FolderLock, StepRecord, open_log_folder
-from distca.train.settings import Settings
+from distca.train.servers import (
+    MembersFile,
+    find_in_store,
+    open_pool,
+    publish_in_store,
+    secret_in,
+    serve,
+    who_takes_part,
+)
+from distca.train.settings import Settings, num_roles, num_training
 from distca.train.settings.preflight import compiles, device_for, dtype_for
 from distca.train.settings.schedule import pipeline_ticks
-from distca.validation import write_own
 
 LOG = logging.getLogger("distca")
 
 
 def run(settings: Settings) -> int:
     """Run one rank; return 0 after the last step, or after saving if the run was asked to stop."""
-    env = launch.this_rank()
+    env, secret = launch.this_rank(), b""
     device = device_for(settings, env.local_rank)
-    start_group(settings, device, env.local_world)
+    if num_roles(settings):
+        secret = secret_in(os.environ)
+    training = num_training(settings, env.world)
+    if env.rank >= training:
+        serve(settings, device, secret, find_in_store, env.rank)
+        return 0
+    start_group(settings, device, env.local_world, rank=env.rank, world_size=training)
     ranks = Liveness(settings.run.timeout_seconds, launch.end_rank).start()
     finished = False
     try:
-        trains = env.rank < num_training(settings, env.world)
-        if trains and env.local_rank == 0 and settings.data.is_cached:
+        if env.local_rank == 0 and settings.data.is_cached:
             open_corpora(settings, verify=True)                  # tokenizes; the other ranks then find the cache
         ranks.meet()
-        if trains:
-            trainer = Trainer(settings, device)
-            trainer.train()
-            finished = trainer.step >= settings.run.steps
-        else:
-            serve(settings, device)
+        trainer = Trainer(settings, device, open_pool(settings, device, secret, publish_in_store))
+        trainer.train()
+        finished = trainer.step >= settings.run.steps
     except RuntimeError as error:
         if not is_lost(error):
             raise
@@ -109,14 +119,16 @@ def start_group(settings: Settings, device: torch.device, local_world: int, **me
 
 
 class Trainer:
-    """A training rank: its batches, attention, decoder, optimizer and checkpoints."""
+    """A training rank: its batches, attention, decoder, optimizer and checkpoints.
 
-    def __init__(self, settings: Settings, device: torch.device) -> None:
-        self.settings, self.device = settings, device
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+    `servers` are needed if plans have roles for dedicated servers.
+    """
+
+    def __init__(self, settings: Settings, device: torch.device, servers: ServerPool | None = None) -> None:
+        self.settings, self.device, self.servers = settings, device, servers
+        self.rank, self.world = dist.get_rank(), dist.get_world_size() + settings.attention.dedicated
         groups = groups_of(settings, device)
-        assert groups.homes is not None, "a dedicated rank has no trainer"
-        self.mesh, self.pool, self.trainers = groups.mesh, groups.homes, groups.trainers
+        self.mesh, self.pool, self.trainers = groups.mesh, groups.homes, dist.group.WORLD
         self.stage, self.num_data = self.mesh["pipeline"].get_local_rank(), self.mesh["data"].size()
         dtype = dtype_for(settings, device)
         corpus, held_out = open_corpora(settings)
@@ -126,9 +138,9 @@ class Trainer:
         self.peak_flops = peak_of(device, dtype)
         ticks = pipeline_ticks(settings, shape.model, shape.tied)
         is_shared = settings.attention.mode == "disaggregated" and ticks.same_phase
-        shared = groups.servers if is_shared else self.mesh["data"].get_group()
+        shared = groups.homes if is_shared else self.mesh["data"].get_group()
         self.attention = CoreAttention(shared, kernel=settings.attention.kernel, state=settings.attention.state,
-                                       transport=transport_between(shared, settings), recorder=self.recorder)
+                                       transport=transport_between(shared, settings, servers), recorder=self.recorder)
         agree = Agreement(settings, self.trainers)
 
         def batches(corpus: Corpus, trains: bool = True) -> Batches:
@@ -156,6 +168,7 @@ class Trainer:
         self.step, self.stopping = 0, False
         self.log: FolderLock | None = None                       # rank 0's lock on the log folder during training
         self.copies: NeighbourCheckpoints | None = None          # of checkpoints, in host memory
+        self.members: MembersFile | None = None                  # rank 0's
         self.checkpoints = self.open_checkpoints(shape, dtype)
 
     def open_checkpoints(self, shape: DecoderShape, dtype: torch.dtype) -> Checkpointer | None:
@@ -188,7 +201,11 @@ class Trainer:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.ask_to_stop)
         self.settings = self.settings.with_values({"log.folder": on_first(self.open_log, self.trainers)})
+        people = who_takes_part()
         observer = Observer(self.settings, self.rank, self.world, restarts=launch.restarts(os.environ)[0])
+        if self.rank == 0:
+            self.members = MembersFile(Path(self.settings.log.folder), people, self.servers)
+            write_about(self.settings, self.world, self.batches.loader.model, self.device)
         saved = self.settings.checkpoint
         try:
             while self.step < self.settings.run.steps and not self.agreed_to_stop():
@@ -200,11 +217,13 @@ class Trainer:
                     self.save(self.checkpoints)
                 elif saved.neighbour_every and self.step % saved.neighbour_every == 0:
                     self.save(self.copies)
-            if self.settings.attention.dedicated:
-                stop_servers(self.attention, dist.get_world_size(self.pool))  # before saving, which may take long
+            if self.servers is not None:
+                self.servers.close()                             # before saving, which may take long
             self.save(self.checkpoints)
         finally:
             self.batches.close()
+            if self.members is not None:
+                self.members.close()
             observer.close(stopped=self.stopping, restarting=launch.will_restart(sys.exception()))
             if self.log is not None:
                 self.log.release()
@@ -227,6 +246,7 @@ class Trainer:
         self.step += 1
         if self.device.type == "cpu" and self.step % TRIM_STEPS == 0:
             return_freed_memory()
+        faults = self.faults()
         trace = self.recorder.end_step(self.rank, self.step)
         total, attention, linear, wait = self.over_ranks(own_total, trace)
         loss = total / batch.num_labels
@@ -234,7 +254,7 @@ class Trainer:
             self.speeds.learn(batch.server_work, trace.seconds("attention"))
             self.batches.speed = self.speeds.for_plans
         if self.step == self.settings.log.trace_step:
-            self.write_trace(trace)
+            self.write_trace(trace, batch.plan)
         seconds = perf_counter() - began
         plan, summary, now = batch.plan, batch.summary, memory_now(self.device)
         return StepRecord(
@@ -249,7 +269,17 @@ class Trainer:
             tolerance=plan.plans[0].tolerance if plan.tried else None,
             attention_seconds_max=None if self.speeds is None else self.speeds.slowest_seconds,
             server_speed=None if self.speeds is None else self.speeds.for_log,
-            epochs=self.batches.loader.epochs(self.batches.position))
+            epochs=self.batches.loader.epochs(self.batches.position), **faults)
+
+    def faults(self) -> dict[str, Any]:
+        """Return this step's figures of dedicated servers, and record when a lost one's work was repeated."""
+        if self.servers is None:
+            return {}
+        found = self.servers.take_faults()
+        for name, start, stop in found.gaps:
+            self.recorder.note_of_host(name, "repeated", start, stop)
+        return {"servers": len(self.servers.view.members), "faults": found.lost, "repeated_tasks": found.repeated_tasks,
+                "fault_seconds": found.seconds}
 
     def forward_backward(self, batch: Batch) -> torch.Tensor:
         """Compute gradients of the mean loss over all ranks' labels; return the summed loss of this rank's labels."""
@@ -268,9 +298,8 @@ class Trainer:
         """Start a batch on this rank's stage and prepare its attention; return plans [tick][nano-batch][depth]."""
         self.work.begin(batch)
         plans, backward = batch.plan.plans_of(self.stage), batch.plan.ticks.backward[:, self.stage]
-        if not self.settings.attention.dedicated:                # dedicated ranks receive each plan with its call
-            self.attention.expect((plan for tick, nanos in enumerate(plans) if not (forward_only and backward[tick])
-                                   for depths in nanos for plan in depths), self.device)
+        self.attention.expect((plan for tick, nanos in enumerate(plans) if not (forward_only and backward[tick])
+                               for depths in nanos for plan in depths), self.device)
         return plans
 
     def over_ranks(self, total: torch.Tensor, trace: StepTrace) -> list[float]:
@@ -322,14 +351,10 @@ class Trainer:
                 self.finish_save(saver)
         return self.stopping
 
-    def write_trace(self, trace: StepTrace) -> None:
-        gathered = gather_json(trace.to_json(), self.trainers)
+    def write_trace(self, trace: StepTrace, plan: StepPlan) -> None:
+        gathered = gather_json((trace.to_json(), memory_in_use(self.device)), self.trainers)
         if self.rank == 0:
-            folder = Path(self.settings.log.folder)
-            folder.mkdir(parents=True, exist_ok=True)
-            traces = [StepTrace.from_json(data) for data in gathered]
-            write_chrome_trace(traces, folder / f"trace_step_{trace.step}.json")
-            write_own(folder / f"step_{trace.step}.json", json.dumps(gathered))
+            write_step(Path(self.settings.log.folder), gathered, plan)
 
 
 def lasting(settings: Settings, shape: DecoderShape, dtype: torch.dtype) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from distca.cli.batches import BatchesAsked, read_lengths
 from distca.cli.plan import plan_asked, plan_command, plan_pool
-from distca.cli.simulate import default_context, simulate_command
+from distca.cli.simulate import simulate_command
 from distca.corpus.lengths import Reading
 from distca.cost.mixed_pool import find_cost
 from distca.cost.network import find_cluster
@@ -29,10 +29,11 @@ from distca.planning.choose import asked_tolerance
 from distca.planning.local_orders import one_forward_one_backward
 from distca.report.planned_batches import PlannedBatches
 from distca.simulate.costs import Costs
-from distca.simulate.memory import check_fits, memory
+from distca.simulate.fitting import DEFAULT_CONTEXT, StepAsked, fitting_context, fitting_settings
+from distca.simulate.memory import memory
 from distca.simulate.setting import setting
 from distca.spec import CLUSTERS, ModelShape
-from distca.validation import UserError, parse_count
+from distca.validation import UserError, check_whole, parse_count
 
 STRATEGIES_SHOWN = "wlb_ideal,distca"  # the best baseline, and ours
 COUNTS = ("gpus", "tp", "pp", "ep", "context", "tokens_per_rank", "sequences", "batches")
@@ -105,24 +106,31 @@ def planned_batches(question: Question) -> PlannedBatches:
 
 def data_ranks(question: Question) -> int:
     """Ranks that a micro-batch's tokens are spread over: one stage's, each `tp` GPUs."""
-    asked = _defaults(simulate_command) | dict(question)
-    gpus, group = asked["gpus"], asked["tp"] * int(asked["pp"])
+    gpus, tp, pp = (_given(question, name) for name in ("gpus", "tp", "pp"))
+    group = tp * pp
     if gpus % group:
-        raise UserError(f"gpus is {gpus}, not a multiple of tp {asked['tp']} times pp {asked['pp']}; give --gpus "
+        raise UserError(f"gpus is {gpus}, not a multiple of tp {tp} times pp {pp}; give --gpus "
                         f"{max(gpus // group, 1) * group}, or another --tp or --pp")
-    return int(gpus // group)
+    return gpus // group
+
+
+def _given(question: Question, name: str) -> int:
+    if name not in question:
+        raise UserError(f"{name} is empty; give a whole number of at least 1")
+    return check_whole(name, question[name])
 
 
 def fit(question: Question) -> dict[str, Any]:
     """Memory of a GPU for everything that backward may recompute, with equal tokens on all ranks and 1F1B."""
     asked = _defaults(simulate_command) | dict(question)
     source = read_lengths(asked["source"], Reading(), lambda _: None)
-    where = setting(
-        model_named(asked["model"]), find_cluster(asked["cluster"]), gpus=asked["gpus"], tp=asked["tp"],
-        pp=int(asked["pp"]), ep=asked["ep"], context=asked["context"] or default_context(source),
-        sequences=asked["sequences"], recompute=asked["recompute"])
+    longest = DEFAULT_CONTEXT if source.lengths is None else fitting_context(int(source.lengths.max()))
+    model, cluster, table = model_named(asked["model"]), find_cluster(asked["cluster"]), find_cost(asked["cost"])
+    gpus, tp, pp, ep = (_given(question, name) for name in ("gpus", "tp", "pp", "ep"))
+    where = setting(model, cluster, gpus=gpus, tp=tp, pp=pp, ep=ep, context=asked["context"] or longest,
+                    sequences=asked["sequences"], recompute=asked["recompute"])
     source.check_context(where.context)
-    costs = replace(Costs.of(where.model, where.cluster, where.tp, find_cost(asked["cost"])), ep=where.ep)
+    costs = replace(Costs.of(model, cluster, tp, table), ep=ep)
     ticks = one_forward_one_backward(where.pp, where.num_micro_batches)
     tokens = np.full((where.num_micro_batches, where.num_data), where.tokens_per_rank)
     modes = []
@@ -132,7 +140,8 @@ def fit(question: Question) -> dict[str, Any]:
         modes.append({"recompute": mode, "states": float(held.states[fullest]),
                       "activations": float(held.activations[fullest]), "total": held.peak})
     try:
-        check_fits(where, costs)
+        fitting_settings(model, cluster, table, StepAsked(gpus, tp, (pp,), ep, where.context, asked["sequences"],
+                                                          recompute=where.recompute))
         refusal = None
     except UserError as error:
         refusal = str(error)

@@ -10,15 +10,17 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 # A WebAssembly library with one function, backtrace(buffer, size), which returns 0. numpy calls it; Pyodide has none.
 _BACKTRACE = bytes.fromhex(
     "0061736d01000000" "000f" "08" "64796c696e6b2e30" "010400000000" "0107016002" "7f7f017f" "03020100"
     "070d01" "09" "6261636b7472616365" "0000" "0a0601040041000b")
-_TERMINAL = ("typer", "rich", "rich.box", "rich.console", "rich.progress", "rich.table", "rich.text")
+_TERMINAL = ("typer", "rich")
 _WIDENED = ("arange", "argmax", "argmin", "argpartition", "argsort", "array", "asarray", "count_nonzero", "cumsum",
             "flatnonzero", "fromiter", "full", "lexsort", "nonzero", "ones", "searchsorted", "sum", "unique", "zeros")
 
@@ -28,8 +30,7 @@ def prepare() -> None:
     library = Path("/tmp/libbacktrace.so")
     library.write_bytes(_BACKTRACE)
     ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
-    for name in _TERMINAL:
-        sys.modules[name] = _Absent(name)
+    sys.meta_path.append(_Terminal())
     import numpy as np
 
     for name in _WIDENED:
@@ -45,10 +46,21 @@ def prepare() -> None:
     np.bincount, np.repeat = wide_bincount, wide_repeat
 
 
+class _Terminal(MetaPathFinder, Loader):
+    """Import the terminal's libraries, and whatever is inside them, as empty modules."""
+
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name.split(".")[0] in _TERMINAL else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Absent(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
 class _Absent(ModuleType):
     """A library that only a terminal needs: whatever is asked of it is there, is false and does nothing."""
-
-    __path__: ClassVar[list[str]] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

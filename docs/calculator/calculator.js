@@ -73,7 +73,7 @@ const values = () => Object.fromEntries(FIELDS.map((name) => [name, form.element
 function currentQuestion() {
   const now = values();
   const source = now.kind === "typed" ? expanded(now.lengths) : now.kind === "sampler" ? now.sampler : file?.name;
-  if (!source) throw new Error(now.kind === "file" ? "Choose a file of lengths." : "Type or paste the lengths of your documents.");
+  if (!source) return null;
   return {source, ...Object.fromEntries(OPTIONS.map((name) => [name, now[name].trim()])), batches: "1"};
 }
 
@@ -94,6 +94,11 @@ function ask() {
   } catch (error) {
     found = {};
     return show("plan", {error: error.message});
+  }
+  if (!question) {
+    found = {};
+    refuse(true, "");
+    return say(values().kind === "file" ? "Choose a file of lengths." : "Type or paste the lengths of your documents.");
   }
   found = {question};
   byId("found").classList.add("stale");
@@ -156,6 +161,7 @@ function show(part, answer, milliseconds) {
 /** Show what is wrong; without a plan there is nothing else to show, without the rest there is the plan. */
 function refuse(isPlan, wrong) {
   set("error", wrong);
+  byId("error").hidden = !wrong;
   if (worker) worker.waiting = null;
   if (!isPlan) clearStep("cannot be predicted");
   byId("found").hidden = byId("commands").hidden = isPlan;
@@ -198,7 +204,7 @@ const stepText = (fit) => `${count(fit.sequences, "sequence")} of ${fit.context.
 function clearStep(why) {
   set("card-gain", why === "being predicted" ? "…" : "–", "");
   set("card-gain-note", why);
-  set("step-note", "");
+  set("step-note", `${why[0].toUpperCase()}${why.slice(1)}.`);
   byId("step-table").replaceChildren();
 }
 

@@ -38,7 +38,7 @@ function drawWork(figure, before, after) {
   }
   const slot = (width - left) / bars, bar = Math.max(1, Math.min(30, slot * 0.4));
   pairs.forEach(([kind, values], side) => values.forEach((value, at) => {
-    const x = left + slot * (at + 0.5) + (side - 1) * bar;
+    const x = left + slot * (at + 0.5) + (side - (after.length ? 1 : 0.5)) * bar;
     svg.append(svgElement("rect", {class: kind, x, y: y(value), width: bar * 0.94, height: Math.max(0, y(0) - y(value))}));
   }));
   const every = Math.ceil(bars / Math.floor((width - left) / 34));
@@ -67,7 +67,7 @@ function drawMemory(figure, entries, capacity) {
     }
     svg.append(svgElement("line", {class: "limit", x1: x(capacity), x2: x(capacity), y1: top + 18, y2: top + 36}));
   });
-  svg.append(svgElement("text", {x: x(capacity), y: height - 6, "text-anchor": "end"}, `a GPU has ${bytesText(capacity)}`));
+  svg.append(svgElement("text", {x: x(capacity), y: height - 6, "text-anchor": x(capacity) < 120 ? "start" : "end"}, `a GPU has ${bytesText(capacity)}`));
   const kinds = {states: "weights, gradients, optimizer", activations: "activations", gathered: "gathered keys", buffers: "buffers"};
   const shown = new Set(entries.flatMap(({parts}) => parts.filter(([, bytes]) => bytes > 0).map(([kind]) => kind)));
   figure.replaceChildren(legendList(Object.entries(kinds).filter(([kind]) => shown.has(kind))), svg);

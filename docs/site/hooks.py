@@ -25,11 +25,13 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 ROOT_PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "SECURITY.md": "security.md"}
 NOTEBOOK, NOTEBOOK_PAGE = "examples/first_steps.ipynb", "start/notebook.md"
-ORIGINS = {page: name for name, page in {**ROOT_PAGES, NOTEBOOK: NOTEBOOK_PAGE}.items()}  # page -> the file it is
 COPIES = "source"                                                # folder of the site for files from outside docs/
+README = f"{COPIES}/overview.md"                                  # links to one of its parts; to all of it is to index
+# page -> the file of the repository that it is, from which its links lead
+ORIGINS = {page: name for name, page in {**ROOT_PAGES, NOTEBOOK: NOTEBOOK_PAGE, "README.md": README}.items()}
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s]+)(\))")
 DRAWING = re.compile(r"^!\[([^\]]*)\]\(([^)\s]+\.svg)\)$", re.MULTILINE)
-CALCULATOR, CALCULATOR_PAGE = DOCS / "calculator/build.py", "start/calculator.md"
+CALCULATOR = DOCS / "calculator/build.py"
 SHOWN_AS_CODE = {".py": "python", ".toml": "toml", ".slurm": "bash"}
 
 _markdown: dict[str, str] = {}                                   # page -> what is written beside it
@@ -45,9 +47,6 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
             posixpath.dirname(path) == folder for entry in section for path in entry.values())), None)
         if page not in listed and home is not None:
             home.append({Path(page).stem.capitalize(): page})
-    if CALCULATOR.exists():
-        start = next(section["Start"] for section in config.nav or [] if "Start" in section)
-        start.insert(2, {"Calculator": CALCULATOR_PAGE})
     return config
 
 
@@ -55,10 +54,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made here, and a copy of every file that a page links to."""
     for name, page in ROOT_PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8")))
+    files.append(File.generated(config, README, content=(ROOT / "README.md").read_text(encoding="utf-8"),
+                                inclusion=InclusionLevel.NOT_IN_NAV))
     files.append(File.generated(config, "reference/docstrings.md", content=docstrings()))
     files.append(File.generated(config, NOTEBOOK_PAGE, content=notebook()))
-    if CALCULATOR.exists():
-        files.append(File.generated(config, CALCULATOR_PAGE, content=calculator()))
     for name in sorted({name for file in files.documentation_pages() for name in _linked_outside(file)}):
         language = SHOWN_AS_CODE.get(Path(name).suffix)
         if language:
@@ -82,8 +81,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """A corner of a table that is left empty is no heading."""
-    return re.sub(r"<th([^>]*)></th>", r"<td\1></td>", html)
+    """A corner of a table that is left empty is no heading; long names in tables break after dots and underscores."""
+    html = re.sub(r"<th([^>]*)></th>", r"<td\1></td>", html)
+    return re.sub(r"(?<=<td><code>)[\w.]+(?=</code>)", lambda name: re.sub(r"([._])", r"\1<wbr>", name[0]), html)
 
 
 def on_post_build(config: MkDocsConfig) -> None:
@@ -92,8 +92,7 @@ def on_post_build(config: MkDocsConfig) -> None:
     for name, text in _markdown.items():
         (site / name).with_suffix(".md").write_text(text, encoding="utf-8")
     (site / "llms.txt").write_text(llms(config), encoding="utf-8")
-    if CALCULATOR.exists():
-        print(_built_calculator(site / "calculator"))
+    print(_built_calculator(site / "calculator"))
 
 
 def llms(config: MkDocsConfig) -> str:
@@ -116,13 +115,6 @@ def docstrings() -> str:
     for name in sorted(set(distca.__all__) - {"__version__"}, key=str.lower):
         parts += _described(f"distca.{name}", getattr(distca, name), "##")
     return "\n\n".join(parts) + "\n"
-
-
-def calculator() -> str:
-    return ("# Calculator\n\nLengths, a model and GPUs in; imbalance before and after, bytes, memory of a GPU and a "
-            "predicted step out. The planner itself runs in the page: what you type or open leaves it for nowhere.\n\n"
-            "[Open the calculator](../calculator/index.html){ .md-button .md-button--primary }\n\n"
-            "The same from a terminal: [plan](../guide/plan.md) and [simulate](../guide/simulate.md).\n")
 
 
 def _built_calculator(folder: Path) -> str:
@@ -204,7 +196,7 @@ def _link(page: str, link: str) -> str:
     if not target:
         return link
     if target == "README.md":
-        shown = "index.md"
+        shown = README if part else "index.md"
     elif target == NOTEBOOK and page != NOTEBOOK_PAGE:
         shown = NOTEBOOK_PAGE
     elif target in ROOT_PAGES:

@@ -16,7 +16,7 @@ import distca
 Run = Callable[..., tuple[int, str, str]]
 ROOT = Path(distca.__file__).parents[1]
 COMMANDS = ((), ("plan",), ("simulate",), ("train",), ("profile",), ("check",), ("doctor",), ("report",),
-            ("checkpoint",), ("checkpoint", "verify"))
+            ("checkpoint",), ("checkpoint", "verify"), ("serve",))
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -46,11 +47,12 @@ def test_a_folder_shows_its_last_traced_step_its_log_and_its_summary(run: Callab
                                                                      log: Path, tmp_path: Path) -> None:
     assert run("report", "log") == (0, "Written to report.html. Open it in a browser.\n", "")
     shown = payload(tmp_path / "report.html")
-    assert list(shown) == ["timeline", "run"]
+    assert list(shown) == ["run", "timeline"]
     (timeline,) = shown["timeline"]["timelines"]
     assert (timeline["title"], timeline["stop"], timeline["ranks"]) == ("measured, step 20", 2.0, [0, 1])
-    assert shown["run"]["step"] == [1, 2] and shown["run"]["values"][0] == [2.5, 2.5]
-    assert shown["run"]["values"][shown["run"]["labels"].index("gradient norm")] == [None, None]
+    (drawn,) = shown["run"]["runs"]
+    assert drawn["step"] == [1, 2] and drawn["values"][0] == [2.5, 2.5]
+    assert drawn["values"][shown["run"]["labels"].index("gradient norm")] == [None, None]
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     for fact in ("2.00 → 1.10", "25.0% of the steps", "5 GB", "123"):
         assert f"<dd>{fact}</dd>" in page
@@ -101,9 +103,9 @@ def test_what_simulate_says_becomes_the_table(run: Callable[..., tuple[int, str,
     (tmp_path / "said.json").write_text(json.dumps(said))
     assert run("report", "said.json")[0] == 0
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    rows = [re.sub(r"<[^>]+>", "|", row).strip("|") for row in re.findall(r"<tr>(.*?)</tr>", page)]
+    rows = [re.sub(r"<[^>]+>", "|", row).strip("|") for row in re.findall(r"<tr[^>]*>(.*?)</tr>", page)]
     assert "fixed||500 (250–1,000)||2.00 s||25.0%||12.5%||60 GB||1.50" in rows
-    assert "speed over||fixed" in rows and "distca||1.80× (1.50–2.50)" in rows
+    assert "times as fast as||fixed" in rows and "distca||1.80× (1.50–2.50)" in rows
     assert "Tokens per second of each strategy: fixed 500, distca 900" in page
 
 
@@ -128,6 +130,7 @@ BAD = [
     (["log", "--out", "page.txt"], ["out", "page.txt", ".html"]),
     (["log", "--out", "no/page.html"], ["out", "no", "does not exist"]),
     (["log", "--out", "folder.html"], ["out", "folder.html", "cannot be written"]),
+    (["log", "--compare", "log/step_3.json"], ["compare", "there are 1", "steps.jsonl"]),
     (["--plan", "prolonk"], ["SOURCE", "'prolonk'"]),
     (["--plan", "prolong", "--ranks", "0"], ["ranks", "0"]),
 ]
@@ -160,12 +163,13 @@ def test_every_command_of_the_guide_runs(run: Callable[..., tuple[int, str, str]
     (code,) = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env={"PYTHONPATH": str(ROOT)})
     (tmp_path / "runs").mkdir()
+    shutil.copytree(log, tmp_path / "runs" / "other", ignore=shutil.ignore_patterns("step_*"))
     log.rename(tmp_path / "runs" / "demo")
     for line in re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[0].splitlines():
         command, *arguments = shlex.split(line, comments=True)
         assert command == "distca"
         assert run(*arguments)[::2] == (0, ""), line
-    pages = ("report.html", "both.html", "plan.html", "two_ranks.html")
+    pages = ("report.html", "two_runs.html", "both.html", "plan.html", "two_ranks.html")
     assert [list(payload(tmp_path / page)) for page in pages] == [
-        ["timeline", "run"], ["work", "timeline", "transfers", "documents", "run"], ["work", "transfers", "documents"],
-        ["work", "timeline", "transfers", "documents", "memory"]]
+        ["run", "timeline"], ["run", "timeline"], ["run", "work", "timeline", "transfers", "documents"],
+        ["work", "transfers", "documents"], ["work", "timeline", "transfers", "documents", "memory"]]

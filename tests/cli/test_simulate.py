@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 import distca
-from distca.cli.report import read_traces
 from distca.cli.simulate import simulate_command
 from distca.cost.attention_time import shipped_table
 from distca.models import model_named
 from distca.report.figures import byte_text
+from distca.report.runs import read_traces
 from distca.simulate.setting import settings
 from distca.simulate.strategies import STRATEGIES
 from distca.simulate.sweep import Question, compare
@@ -79,15 +79,15 @@ def test_own_lengths_and_several_pipelines(run: Callable[..., tuple[int, str, st
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    (("--gpus", "60"), "gpus is 60, not a multiple of tp 8 times pp 1; give --gpus 56"),
-    (("--pp", "3"), "not a multiple of tp 8 times pp 3"),
+    (("--gpus", "60", "--tp", "8"), "gpus is 60, not a multiple of tp 8 times pp 1; give --gpus 56"),
+    (("--gpus", "64", "--pp", "3"), "not a multiple of tp 1 times pp 3; give --gpus 63"),
     (("--pp", "x"), "pp is 'x'"),
     (("--gpus", "264", "--pp", "33", "--context", "65536"), "pp is 33 but model 'llama3-8b' has 32 layers"),
     (("--strategies", "distco"), "strategy 'distco' is unknown; did you mean 'distca'?"),
     (("--data", "short.txt", "--context", "65536"), "context is 65536 but the longest document"),
     (("--data", "nonsense.txt"), "line 1 is 'abc'"),
     (("--data", "prolonk"), "did you mean 'prolong'?"),
-    (("--cluster", "small.toml"), "cluster 'small' cannot hold 'llama3-8b'"),
+    (("--gpus", "8", "--cluster", "small.toml"), "cluster 'small' cannot hold 'llama3-8b'"),
     (("--cluster", "dgx-h20"), "cluster 'dgx-h20' is unknown"),
     (("--sequences", "4096"), "does not fit"),
     (("--batches", "0"), "batches is 0"),
@@ -215,10 +215,16 @@ def test_any_strategies_alone_make_a_table(run: Callable[..., tuple[int, str, st
 
 def test_what_is_left_open_is_chosen(run: Callable[..., tuple[int, str, str]]) -> None:
     small = ("simulate", "--batches", "1", "--workers", "1", "--strategies", "distca", "--context", "8k", "--json")
-    for given, tp in (((), 8), (("--gpus", "8"), 4), (("--gpus", "6"), 3), (("--gpus", "1"), 1), (("--gpus", "7"), 1),
-                      (("--gpus", "60"), 6), (("--gpus", "16", "--tp", "8"), 8)):
-        code, out, err = run(*small, "--model", "llama3.2-3b", *given)
-        assert (code, err) == (0, "") and json.loads(out)["tp"] == tp, given
+    for given, tp in (((), 8), (("--gpus", "8"), 4), (("--gpus", "6"), 2), (("--gpus", "1"), 1), (("--gpus", "7"), 1),
+                      (("--gpus", "60"), 4), (("--gpus", "8", "--tp", "8"), 8)):
+        code, out, err = run(*small, "--model", "llama3.2-1b", *given)
+        assert code == 0 and json.loads(out)["tp"] == tp, (given, err)
+
+
+def test_short_documents_gain_nothing_and_the_verdict_says_so(run: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, _ = run("simulate", "--data", "2000,1900,2100", "--gpus", "16", "--batches", "1", "--workers", "1",
+                       "--strategies", "wlb_ideal,distca", "--json")
+    assert code == 0 and json.loads(out)["verdict"].startswith("distca gains nothing here: it trains ")
 
 
 def test_a_question_fits_a_page() -> None:

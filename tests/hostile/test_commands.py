@@ -70,6 +70,11 @@ def option_cases() -> list[tuple[str, ...]]:
     for option in ("--ranks", "--timeout-seconds"):
         cases += _each(("doctor", "--device", "cpu"), option, (*NO_WHOLE, "0", DIGITS))
     cases += _each(("doctor",), "--device", NO_NAMES)
+    served = ("serve", "--join", "127.0.0.1:9")
+    cases += _each(("serve",), "--join", (*NO_NAMES, "host", ":9", "host:0", "host:99999", "host:" + DIGITS))
+    cases += _each(served, "--device", NO_NAMES) + _each(served, "--patience", ("-1", "nan", "x", ""))
+    cases += _each((*served, "--patience", "0"), "--secret-file", ("none", "/dev/zero", "folder.html", "text"))
+    cases += [(*served, "--patience", "0")]                      # no secret
     cases += _each(profile, "--output", ("no/x.json", "folder.html", "/proc/x.json"))
     for option in ("--batches", "--workers"):
         cases += _each(paper, option, (*NO_WHOLE, "0", "1000000000000", DIGITS))
@@ -193,7 +198,7 @@ def test_bad_files_get_one_line_that_names_them(refuse: Callable[..., str], fold
 
 def test_there_are_enough_of_them() -> None:
     assert len(OPTIONS) + len(FILES) >= 300 and {case[0] for case in OPTIONS} >= {
-        "doctor", "paper", "plan", "profile", "report", "simulate", "train"}
+        "doctor", "paper", "plan", "profile", "report", "serve", "simulate", "train"}
 
 
 @pytest.mark.parametrize("content", [pickle.dumps(print), b"", b"\xff" * 100, b"\x08\0\0\0\0\0\0\0{}", b"{}"])

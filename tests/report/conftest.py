@@ -16,6 +16,7 @@ from distca.report.figures import (
     StrategyFigures,
     Timeline,
 )
+from distca.report.run_sections import HELD_OUT, LOSS
 from distca.simulate.memory import Memory
 from distca.trace import Span, StepTrace
 
@@ -82,8 +83,9 @@ def report(ranks: int, timelines: int = 1, layers: int = 32) -> ReportData:
         comparison=tuple(strategies), plan=sampled(ranks),
         timelines=tuple(Timeline(title, traces(ranks, layers, seed)) for seed, title in
                         enumerate(("measured", "predicted")[:timelines])),
-        run=RunFigures(steps, (
-            ("loss", 11 * steps**-0.2), ("tokens/s", 1e6 + rng.normal(0, 1e4, len(steps))))),
+        runs=(RunFigures(steps, (
+            (LOSS, 11 * steps**-0.2), (HELD_OUT, np.where(steps % 50, np.nan, 11.5 * steps**-0.2)),
+            ("tokens/s", 1e6 + rng.normal(0, 1e4, len(steps))))),),
         memory=Memory(*memory), memory_capacity_bytes=141 * GB)
 
 
@@ -100,3 +102,9 @@ def make_traces() -> Callable[..., tuple[StepTrace, ...]]:
 @pytest.fixture(scope="session")
 def make_batch() -> Callable[..., PlannedBatch]:
     return planned
+
+
+@pytest.fixture(scope="session")
+def make_pages() -> Callable[[], tuple[PlannedBatch, ReportData, tuple[StepTrace, ...]]]:
+    """A planned batch, a report with two timelines and a trace, all of 8 ranks."""
+    return lambda: (sampled(8), report(8, timelines=2, layers=3), traces(8, layers=3))

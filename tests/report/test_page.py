@@ -16,23 +16,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca.planning.tasks import TaskTable
-from distca.report.figures import PlannedBatch, ReportData, RunFigures, Timeline
-from distca.report.page import (
+from distca.report.figures import ReportData, RunFigures, Timeline
+from distca.report.page import SCRIPTS, render_page, write_page
+from distca.report.sections import (
     MAX_CELLS,
     MAX_PIECES,
-    SCRIPTS,
     documents_section,
     memory_section,
-    render_page,
     transfers_section,
     work_section,
-    write_page,
 )
 from distca.report.timeline import MAX_SPANS, columns_of, names_of, thinned, timeline_payload
-from distca.simulate.memory import Memory
 from distca.trace import Span, StepTrace
 
-SECTIONS = ("comparison", "work", "timeline", "transfers", "documents", "memory", "run")
+SECTIONS = ("comparison", "run", "work", "timeline", "transfers", "documents", "memory")
 
 
 class Outline(HTMLParser):
@@ -70,8 +67,8 @@ def payload(page: str) -> dict[str, dict[str, Any]]:
 def test_sections_follow_the_figures(make_report: Callable[..., ReportData]) -> None:
     whole = make_report(4)
     assert [section["id"] for section in Outline(render_page(whole)).having("section")] == list(SECTIONS)
-    empty: dict[str, Any] = {"comparison": (), "timelines": (), "plan": None, "memory": None, "run": None}
-    drawn = {"timelines": ["timeline"], "plan": ["work", "transfers", "documents"]}
+    empty: dict[str, Any] = {"comparison": (), "timelines": (), "plan": None, "memory": None, "runs": ()}
+    drawn = {"timelines": ["timeline"], "plan": ["work", "transfers", "documents"], "runs": ["run"]}
     for field in empty:
         keys = drawn.get(field, [field])
         only = render_page(replace(whole, **{name: none for name, none in empty.items() if name != field}))
@@ -88,7 +85,7 @@ def test_page_stands_alone_and_is_accessible(make_report: Callable[..., ReportDa
     assert "default-src 'none'" in next(meta["content"] or "" for meta in page.having("meta") if "http-equiv" in meta)
     assert page.unlabelled == []
     charts = [values for values in page.having("div") if values.get("class") == "chart"]
-    assert len(charts) == len(SECTIONS) + 1                      # two timelines
+    assert len(charts) == len(SECTIONS) + 2                      # two timelines, and both lane by lane
     assert all(chart["role"] == "img" and len(chart["aria-label"] or "") > 40 for chart in charts)
     assert max(Counter(values["id"] for _, values in page.elements if "id" in values).values()) == 1
 
@@ -97,7 +94,7 @@ def test_text_from_outside_stays_text() -> None:
     evil = "</script><script>alert(1)</script>&\"'"
     trace = StepTrace(0, 1, (Span(evil, "linear", 0.0, 1.0),))
     page = render_page(ReportData(evil, evil, ((evil, evil),), timelines=(Timeline(evil, (trace,)),),
-                                  run=RunFigures(np.arange(2), ((evil, np.ones(2)),))))
+                                  runs=(RunFigures(np.arange(2), ((evil, np.ones(2)),), evil),)))
     outline = Outline(page)
     assert len(outline.having("script")) == 1 + len(SCRIPTS) and page.count("alert(1)</script>") == 0
     assert payload(page)["timeline"]["timelines"][0]["names"] == [[0, evil]]
@@ -146,22 +143,20 @@ def test_memory_groups_show_the_fullest_rank() -> None:
     num_bytes = np.full((2, 5000), 10.0)
     num_bytes[:, 4321] = (70, 20)
     none = np.zeros(5000)
-    section = memory_section(Memory(num_bytes[0], none, none, num_bytes[1]), 100)
+    section = memory_section({"states": num_bytes[0], "activations": none, "buffers": num_bytes[1]}, 100)
     shown: Any = section.payload
     at = shown["ranks"].index(4321)
-    assert [row[at] for row in shown["bytes"]] == [70, 0, 0, 20]
+    assert [row[at] for row in shown["bytes"]] == [70, 0, 20]
     assert "The fullest rank is 4321 with 90 B" in section.body
 
 
 def test_what_is_no_number_is_null() -> None:
-    page = render_page(ReportData("run", run=RunFigures(np.array([1, 2]), (("loss", np.array([np.nan, 2.5])),))))
-    assert payload(page)["run"]["values"] == [[None, 2.5]]
+    page = render_page(ReportData("run", runs=(RunFigures(np.array([1, 2]), (("loss", np.array([np.nan, 2.5])),)),)))
+    assert payload(page)["run"]["runs"][0]["values"] == [[None, 2.5]]
 
 
-def test_work_that_is_all_zero_is_drawn(make_batch: Callable[..., PlannedBatch]) -> None:
-    batch = make_batch(np.ones(3), np.ones(4))
-    idle = replace(batch, before=replace(batch.before, work=np.zeros(3)), after=replace(batch.after, work=np.zeros(4)))
-    shown: Any = work_section(idle).payload
+def test_work_that_is_all_zero_is_drawn() -> None:
+    shown: Any = work_section(np.zeros(3), np.zeros(4), unit="causal pairs", tolerance=0.05).payload
     assert shown["after"] == [0, 0, 0, 0]
 
 

@@ -1,9 +1,10 @@
-"""Dedicated servers: any number of plans and calls, in any order, until they are told to stop."""
+"""Dedicated servers: any number of plans and calls, in any order, until the run ends."""
 
 from __future__ import annotations
 
+import time
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +13,9 @@ import torch
 from distca.kernels import TaskRows
 from distca.planning.balance import balance
 from distca.planning.plan import Plan
-from distca.runtime import dedicated
 from distca.runtime.attention import CoreAttention
-from distca.runtime.call import Call, Phase
-from distca.runtime.dedicated import Announcement, serve_until_stopped, stop_servers
+from distca.runtime.pool import runner
+from distca.runtime.pool.transport import PoolTransport
 from distca.runtime.prepared import PLANS_KEPT
 from distca.runtime.transport import LoopbackWorld
 from distca.runtime.transport.loopback import LoopbackTransport
@@ -24,9 +24,7 @@ from distca.workload.layout import layout_from_rows
 from tests.support.accuracy import check_attention
 from tests.support.attention import dense_on_one, from_rows, gradient, on_fake_ranks, qkv_of, random_qkv, row_index
 from tests.support.plans import misplaced_plan, scattered_layout, scattered_plan
-
-if TYPE_CHECKING:
-    from tests.runtime.conftest import RecordingTransport
+from tests.support.pools import server_for, server_pools, start
 
 MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
 NUM_PLANS = PLANS_KEPT + 4
@@ -84,25 +82,27 @@ def test_one_plan_used_all_along_while_others_pass() -> None:
 
 
 def test_servers_count_calls_and_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward without backward, and both, each count as one call; freed memory goes back every so many of either."""
+    """Forward roles count; freed memory goes back every so many of both kinds."""
     trimmed: list[bool] = []
-    monkeypatch.setattr(dedicated, "TRIM_CALLS", 2)
-    monkeypatch.setattr(dedicated, "return_freed_memory", lambda: trimmed.append(True))
-    plan = misplaced_plan(layout_from_rows([[10], [6]]), 4, MODEL, shift=2)
+    monkeypatch.setattr(runner, "TRIM_CALLS", 2)
+    monkeypatch.setattr(runner, "return_freed_memory", lambda: trimmed.append(True))
+    plan = misplaced_plan(layout_from_rows([[10], [6]]), 3, MODEL, shift=2)
 
-    def body(transport: LoopbackTransport) -> int | None:
-        attend = CoreAttention(transport=transport)
-        if transport.rank >= 2:
-            return serve_until_stopped(attend)
-        for backward in (True, False, True):
+    def body(transport: LoopbackTransport) -> None:
+        attend = CoreAttention(transport=PoolTransport(transport, pools[transport.rank]))
+        for backward in (True, False, True, True):
             out = attend(*qkv_of(leaves_of(plan, transport.rank)), plan)
             if backward:
                 out.sum().backward()
-        stop_servers(attend, plan)
-        return None
 
-    assert LoopbackWorld(4, timeout_seconds=20).run(body) == [None, None, 3, 3]
-    assert len(trimmed) == 2 * 2                                 # two servers, of five calls the second and fourth
+    with server_pools(2, 1, servers=0) as pools:
+        server = server_for(pools)
+        thread = start(server)
+        assert pools[0].wait_for_servers(1, 20) and pools[1].wait_for_servers(1, 20)
+        LoopbackWorld(2, timeout_seconds=20).run(body)
+    thread.join(20)
+    assert not thread.is_alive() and server.served == 4
+    assert len(trimmed) == 3                                     # of 4 forward and 3 backward roles
 
 
 def test_a_pool_that_serves_everything_leaves_trainers_without_kernels() -> None:
@@ -139,41 +139,30 @@ def test_windows_scales_and_dtypes_are_announced() -> None:
                     TaskRows.documents(plan.layout.lengths))
 
 
-def test_servers_hold_nothing_between_forward_and_backward(recording: type[RecordingTransport],
-                                                           monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dedicated server between two calls holds no buffer that travelled, nor the calls themselves."""
+def test_servers_hold_nothing_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither inputs nor results nor calls, and homes no inputs that everybody is done with."""
     plan = misplaced_plan(layout_from_rows([[10], [6]]), 3, MODEL, shift=2)
-    alive, calls = [], []
+    alive: list[weakref.ref[Any]] = []
+    inner = runner._RoleCarrier.__init__
+
+    def noted(carrier: Any, *args: Any) -> None:
+        inner(carrier, *args)
+        alive.extend([weakref.ref(carrier), *map(weakref.ref, carrier.inputs)])
+
+    monkeypatch.setattr(runner._RoleCarrier, "__init__", noted)
 
     def body(transport: LoopbackTransport) -> None:
-        recorded = recording(transport)
-        attend = CoreAttention(transport=recorded)
-        if transport.rank == 2:
-            receive, call = transport.receive_message, attend.call
+        attend = CoreAttention(transport=PoolTransport(transport, pools[transport.rank]))
+        attend(*qkv_of(leaves_of(plan, transport.rank)), plan).sum().backward()
 
-            def noted(*args: Any) -> Call:
-                made = call(*args)
-                calls.append(weakref.ref(made))
-                return made
-
-            def watched() -> bytes:
-                message = receive()
-                if not message or Announcement.from_bytes(message, torch.device("cpu")).phase is Phase.DISPATCH:
-                    alive.append((recorded.alive, sum(ref() is not None for ref in calls)))
-                return message
-
-            monkeypatch.setattr(recorded, "receive_message", watched, raising=False)
-            monkeypatch.setattr(attend, "call", noted)
-            serve_until_stopped(attend)
-            return
+    with server_pools(2, 1) as pools:
         for _ in range(2):
-            attend(*qkv_of(leaves_of(plan, transport.rank)), plan).sum().backward()
-        stop_servers(attend, plan)
-
-    LoopbackWorld(3, timeout_seconds=20).run(body)
-    assert len(alive) == 5 and len(calls) == 4
-    assert max(buffers for buffers, _ in alive) <= 1             # the loopback's own queue may still hold the last send
-    assert [num_calls for _, num_calls in alive] == [0] * 5
+            LoopbackWorld(2, timeout_seconds=20).run(body)
+        assert len(alive) == 2 * 2 * 2                           # a carrier, and the inputs of the first home
+        deadline = time.monotonic() + 20
+        while any(ref() is not None for ref in alive) or any(pool.calls.calls for pool in pools):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
 
 def test_keeping_is_refused_where_servers_keep_nothing() -> None:

@@ -11,7 +11,7 @@ from distca.planning.balance import balance
 from distca.planning.plan import Plan
 from distca.planning.tasks import TaskTable
 from distca.runtime.attention import CoreAttention
-from distca.runtime.dedicated import serve_until_stopped
+from distca.runtime.pool.transport import PoolTransport
 from distca.runtime.prepared import Prepared, digest
 from distca.runtime.transport import LoopbackWorld, TransportError
 from distca.runtime.transport.c10d import C10dTransport
@@ -21,6 +21,7 @@ from distca.workload.layout import layout_from_rows
 from distca.workload.packing import pack
 from tests.support.attention import on_fake_ranks, qkv_of, random_qkv, row_index
 from tests.support.plans import misplaced_plan, scattered_plan
+from tests.support.pools import server_pools
 from tests.support.processes import run_processes
 
 MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
@@ -154,22 +155,23 @@ def test_a_plan_that_is_new_to_one_rank_only_ends_within_the_timeout() -> None:
         assert outcome.exit_code == 0
 
 
-def test_trainers_that_disagree_end_a_dedicated_server_too() -> None:
+def test_trainers_that_disagree_ask_nothing_of_a_dedicated_server() -> None:
     layout = layout_from_rows([[8], [8]])
     plans = [misplaced_plan(layout, 3, MODEL, shift=1), misplaced_plan(layout, 3, MODEL, shift=2)]
-    told = {}
+    told: dict[int, str] = {}
 
     def body(transport: LoopbackTransport) -> None:
-        attend = CoreAttention(transport=transport)
+        pool = PoolTransport(transport, pools[transport.rank])
         try:
-            serve_until_stopped(attend) if transport.rank == 2 else attend_once(attend, plans[transport.rank])
+            attend_once(CoreAttention(transport=pool), plans[transport.rank])
         except ValueError as error:
             told[transport.rank] = str(error)
 
-    LoopbackWorld(3, timeout_seconds=10).run(body)
+    with server_pools(2, 1) as pools:
+        LoopbackWorld(2, timeout_seconds=10).run(body)
+        assert [pool.number for pool in pools] == [0, 0]
     assert told[0].startswith("rank 0 has another plan than ranks [1]")
-    assert told[1].startswith("rank 1 has another plan than ranks [0, 2]")
-    assert told[2].startswith("rank 2 has another plan than ranks [1]")
+    assert told[1].startswith("rank 1 has another plan than ranks [0]")
 
 
 def test_the_digest_sees_every_column_and_nothing_else() -> None:

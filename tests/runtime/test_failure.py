@@ -9,7 +9,7 @@ import torch
 
 from distca.planning.plan import Plan
 from distca.runtime.attention import CoreAttention
-from distca.runtime.dedicated import serve_until_stopped
+from distca.runtime.pool.transport import connect_servers
 from distca.runtime.transport.c10d import C10dTransport
 from distca.spec import ModelShape
 from distca.workload.layout import layout_from_rows
@@ -71,15 +71,11 @@ def vanish_with_megabytes_under_way(transport: C10dTransport) -> None:
     handle.wait()
 
 
-def train_with_a_pool(transport: C10dTransport, plan: Plan, victim: int, how: str) -> int | None:
-    attend = CoreAttention(transport=transport)
-    if transport.rank >= plan.layout.num_ranks:
-        if transport.rank == victim:
-            transport.receive_message()                          # gone after the first announcement
-            vanish(how)
-        return serve_until_stopped(attend)
-    attend_once(attend, plan) if transport.rank != victim else vanish(how)
-    return None
+def train_with_a_pool(transport: C10dTransport, plan: Plan, how: str) -> None:
+    """Roles without servers run in the homes: the pool is that of the training ranks."""
+    attend = CoreAttention(transport=connect_servers(transport, roles=2, secret=b"of this test alone"))
+    attend_once(attend, plan)
+    attend_once(attend, plan) if transport.rank != VICTIM else vanish(how)
 
 
 def check(outcomes: list[ProcessOutcome], victim: int, how: str) -> None:
@@ -114,14 +110,12 @@ def test_a_rank_that_hangs_ends_the_others_within_the_timeout(last_step: str) ->
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs"])
-@pytest.mark.parametrize("victim", [0, 1, 2], ids=["the_first_trainer", "a_trainer", "a_server"])
-def test_a_pool_stops_as_well(victim: int, how: str) -> None:
-    """Trainers notice a server that vanishes; servers notice trainers that do, also while they wait for work."""
-    plan = misplaced_plan(layout_from_rows([[30], [20, 5]]), 4, MODEL, shift=2)
-    outcomes = run_processes(4, train_with_a_pool, plan, victim, how, deadline_seconds=180,
+def test_a_pool_of_servers_does_not_outlast_a_trainer(how: str) -> None:
+    plan = misplaced_plan(layout_from_rows([[30], [20, 5], [7]]), 5, MODEL, shift=3)
+    outcomes = run_processes(3, train_with_a_pool, plan, how, deadline_seconds=180,
                              timeout_seconds=TIMEOUT_SECONDS if how == "hangs" else NEVER_SECONDS,
-                             lost=victim if how == "hangs" else None)
-    check(outcomes, victim, how)
+                             lost=VICTIM if how == "hangs" else None)
+    check(outcomes, VICTIM, how)
 
 
 def note_and_hang(transport: C10dTransport, folder: str) -> None:

@@ -50,14 +50,13 @@ def check(plan: Plan, node: Sequence[int], seed: int, **options: Any) -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 100_000), st.sampled_from(LAYOUT_KINDS), st.sampled_from(NODES), st.integers(1, 40),
-       st.integers(0, 1), st.sampled_from(["resend", "keep"]))
+       st.sampled_from(["resend", "keep"]))
 def test_senseless_plans_are_exact_in_two_hops(
-    seed: int, kind: LayoutKind, node: list[int], tokens_per_rank: int, dedicated: int, state: str
+    seed: int, kind: LayoutKind, node: list[int], tokens_per_rank: int, state: str
 ) -> None:
-    ranks = len(node) - dedicated
-    layout = random_layout(seed, kind, ranks, tokens_per_rank)
+    layout = random_layout(seed, kind, len(node), tokens_per_rank)
     plan = scattered_plan(seed, layout, len(node), MODEL)
-    check(plan, node, seed, kernel="dense", state="resend" if dedicated else state)
+    check(plan, node, seed, kernel="dense", state=state)
 
 
 @settings(deadline=None, max_examples=12)

@@ -3,7 +3,7 @@
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -23,8 +23,8 @@ from distca.planning.plan import Plan
 from distca.planning.schedule import IDLE, Ticks
 from distca.planning.step import StepPlan
 from distca.runtime.attention import CoreAttention
-from distca.runtime.dedicated import serve_until_stopped, stop_servers
 from distca.runtime.pipeline import Pipeline, Send
+from distca.runtime.pool.transport import PoolTransport
 from distca.runtime.recorder import Recorder
 from distca.runtime.transport import Handle, LoopbackPointToPoint, LoopbackTransport, LoopbackWorld
 from distca.spec import ModelShape
@@ -38,6 +38,7 @@ from tests.support.attention import gradient
 from tests.support.batches import batch_of, document_columns
 from tests.support.decoders import hidden_of
 from tests.support.plans import random_lengths, scattered_plan
+from tests.support.pools import server_pools
 
 SHAPE = DecoderShape(ModelShape("small", 1, 16, 4, 2, 4, 24, 31))
 CPU = torch.device("cpu")
@@ -160,15 +161,14 @@ def on_fake_ranks(step: Step, make: type[Work] = Work, recorders: list[Recorder]
                   timeout_seconds: float = 20.0) -> list[list[Work]]:
     """Every training rank's work after the step's ticks, [stage][data]."""
     plan = step.plan()
-    world = LoopbackWorld(step.num_ranks + step.num_dedicated, timeout_seconds)
+    world = LoopbackWorld(step.num_ranks, timeout_seconds)
     stages = [LoopbackWorld(step.num_data, timeout_seconds) for _ in range(step.num_stages)]
 
     def body(transport: LoopbackTransport) -> Any:
-        if transport.rank >= step.num_ranks:
-            return serve_until_stopped(CoreAttention(transport=transport))
         stage, data = divmod(transport.rank, step.num_data)
         attention = CoreAttention(
-            transport=transport if plan.is_shared else LoopbackTransport(stages[stage], data),
+            transport=PoolTransport(transport, pools[transport.rank]) if step.num_dedicated else
+            transport if plan.is_shared else LoopbackTransport(stages[stage], data),
             recorder=None if recorders is None else recorders[transport.rank])
         ticks = plan.ticks
         part = stage_of(step.decoder(), stage, step.layers, ticks.stage_of, ticks.spreads_head)
@@ -179,10 +179,11 @@ def on_fake_ranks(step: Step, make: type[Work] = Work, recorders: list[Recorder]
         for _ in range(step.num_steps):
             work.begin(batch_of(plan, data, SHAPE.model.vocab))
             Pipeline(work, attention, neighbours).step(plan.ticks, plan.plans_of(stage))
-        stop_servers(attention, plan.plans[0])
         return work
 
-    works = world.run(body)
+    with ExitStack() as stack:
+        pools = stack.enter_context(server_pools(step.num_ranks, step.num_dedicated)) if step.num_dedicated else []
+        works = world.run(body)
     assert not any(world.passed.values()), "all that was sent was received"
     return [works[first:first + step.num_data] for first in range(0, step.num_ranks, step.num_data)]
 

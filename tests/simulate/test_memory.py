@@ -122,6 +122,8 @@ def test_defaults_are_never_refused(model: str) -> None:
     """Without a number of GPUs there is one that fits; with any, a refusal names a number that does."""
     for context in (1_000, 131_072, 524_288):
         assert settle(model, context=context)[0].num_pool >= 2
+    if MODELS[model].num_layers >= 3:
+        assert settle(model, pp=(3,))[0].num_data >= 1           # 64 GPUs would not divide
     for gpus in (1, 7, 60, 512):
         try:
             found = settle(model, gpus=gpus)

@@ -17,9 +17,10 @@ from distca.kernels import dense_attention
 from distca.kernels.interface import TaskRows
 from distca.planning.plan import Plan
 from distca.runtime.attention import CoreAttention
-from distca.runtime.dedicated import serve_until_stopped, stop_servers
+from distca.runtime.pool.transport import PoolTransport
 from distca.runtime.transport import HierarchicalTransport, LoopbackTransport, LoopbackWorld, Transport
 from distca.workload.layout import Layout
+from tests.support.pools import server_pools
 
 Result = TypeVar("Result")
 
@@ -83,8 +84,13 @@ def on_fake_ranks(
 ) -> list[Result]:
     """Run `body` on a thread per rank of the layout, while the pool's dedicated servers serve until all are done.
 
-    `node` of every rank of the pool makes exchanges go in two hops.
+    `node` of every rank makes exchanges go in two hops, if there are no dedicated servers.
     """
+    homes, roles = plan.layout.num_ranks, plan.num_servers - plan.layout.num_ranks
+    if roles:
+        with server_pools(homes, roles, kernel=options.get("kernel", "auto")) as pools:
+            return LoopbackWorld(homes, timeout_seconds=20.0).run(lambda loopback: body(CoreAttention(
+                transport=PoolTransport(loopback, pools[loopback.rank]), **options)))
     worlds = {} if node is None else {one: LoopbackWorld(list(node).count(one), timeout_seconds=20.0) for one in node}
 
     def one(loopback: LoopbackTransport) -> Any:
@@ -93,14 +99,9 @@ def on_fake_ranks(
             here = node[loopback.rank]
             inner = LoopbackTransport(worlds[here], list(node[:loopback.rank]).count(here))
             transport = HierarchicalTransport(loopback, inner, node)
-        attend = CoreAttention(transport=transport, **options)
-        if transport.rank >= plan.layout.num_ranks:
-            return serve_until_stopped(attend)
-        result = body(attend)
-        stop_servers(attend, plan)
-        return result
+        return body(CoreAttention(transport=transport, **options))
 
-    return LoopbackWorld(plan.num_servers, timeout_seconds=20.0).run(one)[: plan.layout.num_ranks]
+    return LoopbackWorld(homes, timeout_seconds=20.0).run(one)
 
 
 def attend_on_fake_ranks(

@@ -25,8 +25,9 @@ from distca.planning.step import MicroBatch
 from distca.planning.windows import windowed
 from distca.profiling import network
 from distca.runtime.attention import CoreAttention
-from distca.runtime.dedicated import serve_until_stopped, stop_servers
 from distca.runtime.ping_pong import taken
+from distca.runtime.pool.server import Server
+from distca.runtime.pool.transport import connect_servers
 from distca.runtime.transport import C10dTransport, HierarchicalTransport, Transport, over_nodes
 from distca.spec import ModelShape
 from distca.workload.packing import pack, pack_ping_pong
@@ -34,6 +35,7 @@ from tests.support.accuracy import Expected, expected_attention
 from tests.support.attention import gradient, qkv_of, random_qkv, row_index
 from tests.support.batches import nano_index
 from tests.support.plans import scattered_plan
+from tests.support.pools import SECRET
 
 MODEL = ModelShape("small", 1, 512, 4, 2, 64, 1024, 64)
 LENGTHS = {"cuda": [1451, 1, 127, 350, 650, 256, 269],           # 3104 = 16 x 194, cut anywhere by the ranks
@@ -166,16 +168,22 @@ def ping_and_pong(ranks: Ranks) -> None:
 
 
 def dedicated_server(ranks: Ranks) -> None:
-    """The last rank only serves; announcements travel between hosts."""
+    """The last rank only serves, and is in no exchange of the others."""
     if (rows := ranks.size - 1) < 2:
         return
     lengths = np.array([rows * 90])
     layout = pack(lengths, ranks=rows)
     plan = balance(layout, MODEL, tolerance=0.1, speed=np.ones(ranks.size))
-    attend = CoreAttention(transport=C10dTransport(control=dist.new_group(backend="gloo")))
+    group, address = dist.new_group(range(rows)), list[Any]([None])
+    if ranks.rank < rows:
+        pool = connect_servers(C10dTransport(group), roles=1, secret=SECRET, device=ranks.device)
+        address = [pool.address]
+    dist.broadcast_object_list(address, src=0)
     if ranks.rank == rows:
-        assert serve_until_stopped(attend, ranks.device) == 2
+        assert Server(lambda: address[0], SECRET, device=ranks.device).run() == 2
         return
+    assert pool.pool.wait_for_servers(1, 60)
+    attend = CoreAttention(transport=pool)
     q, k, v, dout = (x[:rows * 90] for x in ranks.tensors(0, DIMS))
     out, _, *rest = expected_attention(q, k, v, dout, TaskRows.documents(lengths))
     index = row_index(layout, ranks.rank).to(ranks.device)
@@ -185,7 +193,7 @@ def dedicated_server(ranks: Ranks) -> None:
         result.backward(dout[index])
         for one, got in zip((out, *rest), (result.detach(), *map(gradient, leaves)), strict=True):
             one.at(index).check(got)
-    stop_servers(attend, plan)
+    pool.close()
 
 
 def allocator(ranks: Ranks) -> None:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from inspect import getfile
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -37,12 +38,13 @@ class ProcessOutcome:
 
 def run_processes(
     size: int, body: Callable[..., Any], *args: Any, timeout_seconds: float = 20.0, deadline_seconds: float = 60.0,
-    lost: int | None = None, nccl: bool = False,
+    lost: int | None = None, nccl: bool = False, in_group: int | None = None,
 ) -> list[ProcessOutcome]:
     """Run `body(transport, *args)` in real processes that form a gloo group; none of them outlives this call.
 
     `body` is a function at the top of a file. `timeout_seconds` is the group's. The `lost` rank is not waited for.
-    With `nccl` the ranks share the first GPU, and NCCL carries its tensors by sockets on the loopback interface.
+    With `nccl` the ranks share the first GPU, and NCCL carries its tensors by sockets on the loopback interface. Only
+    the first `in_group` processes are in the group, if given; the others get None as transport.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "distca.runtime.attention", *filter(sys.modules.__contains__, COMMON)])
@@ -50,8 +52,8 @@ def run_processes(
         ends, processes = [], []
         for rank in range(size):
             end, child_end = context.Pipe(duplex=False)
-            about = (rank, size, f"{folder}/store", timeout_seconds, nccl, getfile(body), body.__name__,
-                     pickle.dumps(args))
+            about = (rank, size if in_group is None else in_group, f"{folder}/store", timeout_seconds, nccl,
+                     getfile(body), body.__name__, pickle.dumps(args))
             processes.append(context.Process(target=_one_process, args=(child_end, *about), daemon=True))
             processes[-1].start()
             child_end.close()
@@ -114,20 +116,28 @@ def _one_process(
 
     torch.set_num_threads(1)
     body = runpy.run_path(file)[name]
+    if rank >= size:
+        _report(end, partial(body, None, *pickle.loads(args)))
+        end_process()
     one_worker_per_group()
     if nccl:
         torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", init_method=f"file://{store}", rank=rank,
                             world_size=size, timeout=timedelta(seconds=timeout_seconds))
     dist.barrier()
-    begin, value, error = time.monotonic(), None, None
-    try:
-        value = body(C10dTransport(), *pickle.loads(args))
-    except Exception as raised:
-        error = f"{type(raised).__name__}: {raised}"
-    end.send_bytes(pickle.dumps((value, error, time.monotonic() - begin)))
-    if error is None:
+    if _report(end, partial(body, C10dTransport(), *pickle.loads(args))):
         dist.barrier()
     if not nccl:                                                 # which may wait for ranks that ended in an error
         dist.destroy_process_group()
     end_process()
+
+
+def _report(end: Connection, body: Callable[[], Any]) -> bool:
+    """Run the body, send what came of it, and return whether it came back."""
+    begin, value, error = time.monotonic(), None, None
+    try:
+        value = body()
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    end.send_bytes(pickle.dumps((value, error, time.monotonic() - begin)))
+    return error is None

@@ -3,16 +3,17 @@
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from distca.train.groups import num_training, serve
-from distca.train.settings import Settings
+from distca.train.servers import open_pool, serve
+from distca.train.settings import Settings, num_training
 from distca.train.settings.checks import check_settings
 from distca.train.trainer import Trainer
+from tests.support.pools import SECRET, read_address, write_address
 from tests.support.processes import ProcessOutcome, run_processes
 
 SMALL: dict[str, Any] = {"model.name": "tiny", "run.dtype": "float64", "run.device": "cpu", "run.threads": 1,
@@ -31,17 +32,21 @@ def train_each(transport: Any, runs: tuple[Settings, ...]) -> None:
     """On one of the ranks: the runs one after the other."""
     for settings in runs:
         device = torch.device("cuda", 0) if settings.run.device == "cuda" else torch.device("cpu")
-        if dist.get_rank() < num_training(settings, dist.get_world_size()):
-            Trainer(settings, device).train()
+        where = Path(settings.log.folder, "join.json")
+        if transport is not None:
+            Path(settings.log.folder).mkdir(parents=True, exist_ok=True)
+            publish = partial(write_address, where)
+            Trainer(settings, device, open_pool(settings, device, SECRET, publish)).train()
         else:
-            serve(settings, device)
+            serve(settings, device, SECRET, partial(read_address, where))
 
 
 def outcomes_of(*runs: Settings, body: Callable[..., Any] = train_each) -> list[ProcessOutcome]:
     """How the ranks ended that trained these runs, all on as many ranks, one after the other."""
     for settings in runs:
         check_settings(settings)
-    return run_processes(runs[0].run.ranks, body, runs, timeout_seconds=120, deadline_seconds=280)
+    return run_processes(runs[0].run.ranks, body, runs, timeout_seconds=120, deadline_seconds=280,
+                         in_group=num_training(runs[0], runs[0].run.ranks))
 
 
 def train(*runs: Settings, body: Callable[..., Any] = train_each) -> list[Any]:

@@ -3,6 +3,8 @@
 Every test run has them beside the rest in test_together.py.
 """
 
+import json
+import os
 import signal
 import subprocess
 import sys
@@ -91,14 +93,22 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_with_other_servers(alone:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_a_server_that_dies_ends_the_run_by_its_name(tmp_path: Path) -> None:
-    process = started(dedicated_run(tmp_path / "log", 3, 1, run__steps=500), tmp_path, steps_first=1)
+def test_a_run_goes_on_without_its_server(alone: list[float], tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    process = started(dedicated_run(log, 3, 1), tmp_path, steps_first=1)
     ranks = children(process)
     assert len(ranks) == 3
-    subprocess.run(["kill", "-9", str(ranks[-1])], check=True)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGKILL, out + err
-    assert "rank 2 was ended by SIGKILL" in err
+    listed = {one["rank"]: one for one in json.loads((log / "members.json").read_text())["members"]}
+    assert [listed[rank]["pid"] for rank in range(3)] == ranks
+    assert [one["role"] for one in listed.values()] == ["trainer", "trainer", "server"]
+    assert (log / "secret").stat().st_mode & 0o777 == 0o600
+    os.kill(ranks[-1], signal.SIGKILL)
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, out + err
+    assert "server rank 2 closed its connection; 0 servers are left" in err and "Traceback" not in err
+    assert logged(log, "loss") == pytest.approx(alone, abs=1e-10) and sum(logged(log, "faults")) == 1
+    assert json.loads((log / "members.json").read_text())["members"][2]["state"] == "lost"
+    assert not (log / "secret").exists()
 
 
 @pytest.mark.slow

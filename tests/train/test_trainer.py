@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from distca.cost.latency_table import analytic_table
 from distca.models import model_named
+from distca.report.runs import largest_waits, read_ranks, read_traces
 from distca.train.settings import Settings
 from tests.support.training import command_of, logged, outcomes_of, small_run, train
 
@@ -238,6 +240,14 @@ def test_a_trace_shows_every_rank(tmp_path: Path) -> None:
     assert {event["pid"] for event in spans} == {0, 1}
     assert {"exchange", "attention forward", "attention backward", "optimizer"} <= {event["name"] for event in spans}
     assert all(event["dur"] >= 0 for event in spans)
+    ranks = read_ranks(tmp_path / "ranks_2.json")
+    assert ranks.step == 2 and len(ranks.memory_bytes) == 2 and (ranks.memory_bytes > 1e6).all()
+    assert ranks.lengths.sum() == (ranks.q_stop - ranks.q_start)[ranks.home == 0].sum() * 2
+    assert ranks.work_after.sum() == ranks.work_before.sum() > 0
+    waits = largest_waits(read_traces(tmp_path / "step_2.json"), ranks)
+    assert waits and all(wait.waits_for in ("the network", f"rank {1 - wait.rank}") for wait in waits)
+    about = json.loads((tmp_path / "run.json").read_text())
+    assert about["ranks"] == "2" and f"torch {torch.__version__}" in about["versions"]
 
 
 @pytest.mark.slow

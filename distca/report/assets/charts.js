@@ -29,6 +29,7 @@
       hoverinfo: "skip",
     };
   }
+  const wholeTicks = count => (count <= 16 ? {dtick: 1, tick0: 0} : {}); // no half ranks between few ranks
   const levels = {xaxis2: {overlaying: "x", range: [0, 1], visible: false, fixedrange: true}};
 
   function comparison(figures) {
@@ -42,7 +43,10 @@
           orientation: "h",
           y: figures.names.map(label),
           x: figures.mean,
-          marker: {color: colors.blue},
+          marker: {
+            color: figures.kinds.map(kind => ({ours: colors.blue, best: colors.orange})[kind] ?? colors.grey),
+            opacity: figures.kinds.map(kind => (kind === "bound" ? 0.4 : 1)),
+          },
           error_x: {type: "data", symmetric: false, array: high, arrayminus: low, color: style("--text")},
           hovertemplate: "%{y}: %{x:,.0f} tokens/s<extra></extra>",
         },
@@ -82,7 +86,7 @@
     draw("work", traces, {
       ...levels,
       bargap: 0.25,
-      xaxis: axis(bySize ? "servers, largest first" : "server"),
+      xaxis: axis(bySize ? "servers, largest first" : "server", wholeTicks(after.length)),
       yaxis: axis("attention work, × mean before", {rangemode: "tozero"}),
     });
   }
@@ -138,9 +142,9 @@
         },
       ],
       {
-        xaxis: axis("to rank", {showgrid: false, zeroline: false}),
+        xaxis: axis("to rank", {...wholeTicks(size), showgrid: false, zeroline: false}),
         margin: {l: 64, r: 16, t: 10, b: 44},
-        yaxis: axis("from rank", {autorange: "reversed", showgrid: false, zeroline: false}),
+        yaxis: axis("from rank", {...wholeTicks(size), autorange: "reversed", showgrid: false, zeroline: false}),
       },
     );
   }
@@ -165,7 +169,7 @@
         filled,
       );
     draw("transfers", [side("sent", sent, colors.blue, true), side("received", received, colors.orange, false)], {
-      xaxis: axis("rank"),
+      xaxis: axis("rank", wholeTicks(sent.length)),
       yaxis: axis("bytes", {rangemode: "tozero", tickformat: "~s"}),
     });
   }
@@ -284,7 +288,7 @@
       ...levels,
       barmode: "stack",
       bargap: 0.25,
-      xaxis: axis("rank"),
+      xaxis: axis("rank", wholeTicks(ranks.length)),
       yaxis: axis("GB", {rangemode: "tozero"}),
     });
   }
@@ -301,37 +305,122 @@
     );
   };
 
-  function run({step, labels, values}) {
-    const series = Number(byId("run-series").value);
-    draw(
-      "run",
-      [
-        {
-          type: "scatter",
-          mode: step.length > 1 ? "lines" : "markers",
-          x: step,
-          y: values[series],
-          line: {color: colors.blue, width: 1.5},
-          hovertemplate: "step %{x}: %{y}<extra></extra>",
-        },
-      ],
-      {xaxis: axis("step"), yaxis: axis(label(labels[series]))},
-    );
+  // Exponential mean over about `width` steps; gaps stay gaps, and the first values are not pulled towards zero.
+  function smoothed(values, width) {
+    const keep = 1 - 2 / (width + 1);
+    let mean = 0,
+      weight = 0;
+    return values.map(value => {
+      if (value === null) return null;
+      mean = keep * mean + (1 - keep) * value;
+      weight = keep * weight + 1 - keep;
+      return mean / weight;
+    });
+  }
+
+  function run({labels, runs}) {
+    const series = Number(byId("run-series").value),
+      width = Number(byId("run-smoothing").value);
+    const traces = runs.flatMap(({name, step, values, heldOut}, number) => {
+      const color = [colors.blue, colors.orange][number];
+      const line = (y, more) => ({
+        type: "scatter",
+        mode: step.length > 1 ? "lines" : "markers",
+        x: step,
+        y,
+        name: label(name),
+        line: {color, width: 2},
+        hovertemplate: `${label(name)}, step %{x}: %{y}<extra></extra>`,
+        ...more,
+      });
+      const found = width
+        ? [
+            line(values[series], {opacity: 0.3, line: {color, width: 1}, showlegend: false}),
+            line(smoothed(values[series], width), {name: `${label(name)}, smoothed`}),
+          ]
+        : [line(values[series])];
+      if (heldOut.label === series && heldOut.step.length)
+        found.push(
+          line(heldOut.values, {
+            mode: "lines+markers",
+            x: heldOut.step,
+            name: `${label(name)}, held out`,
+            line: {color, width: 1, dash: "dot"},
+            marker: {color, symbol: "diamond", size: 8},
+          }),
+        );
+      return found;
+    });
+    draw("run", traces, {
+      showlegend: traces.length > 1,
+      xaxis: axis("step"),
+      yaxis: axis(label(labels[series])),
+    });
   }
   tables.run = place => {
-    const {step, labels, values} = data.run;
+    const {labels, runs} = data.run;
     table(
       place,
       ["step", ...labels],
-      step.map((number, i) => [number, ...values.map(row => (row[i] === null ? "–" : String(row[i])))]),
+      runs.flatMap(({name, step, values}) =>
+        step.map((number, i) => [
+          runs.length > 1 ? `${name}, ${number}` : number,
+          ...values.map(row => (row[i] === null ? "–" : String(row[i]))),
+        ]),
+      ),
     );
   };
 
-  const charts = {comparison, work, transfers, documents, memory, run};
-  const choices = {work: "work-order", transfers: "transfers-view", documents: "documents-color", run: "run-series"};
+  function batches({before, after, shown}) {
+    const numbers = range(before.length).map(i => i + 1);
+    const side = (name, values, color) =>
+      columns(
+        name,
+        numbers,
+        values,
+        color,
+        values.map((value, i) => `batch ${numbers[i]}, ${name}: ${value.toFixed(2)} × the mean`),
+        true,
+      );
+    draw("batches", [side("before", before, colors.orange), side("after", after, colors.blue)], {
+      bargap: 0.25,
+      xaxis: axis("batch", wholeTicks(numbers.length)),
+      yaxis: axis("slowest rank, × mean", {rangemode: "tozero"}),
+      shapes: [
+        {type: "rect", x0: shown - 0.5, x1: shown + 0.5, yref: "paper", y0: 0, y1: 1, line: {width: 0},
+          fillcolor: style("--line"), opacity: 0.5, layer: "below"},
+      ],
+    });
+  }
+
+  function lanes({lanes: lanes_, names, seconds: amounts}) {
+    const bars = (number, color, width) => ({
+      type: "bar",
+      orientation: "h",
+      name: label(names[number]),
+      x: amounts[number],
+      y: lanes_,
+      width,
+      marker: {color},
+      hovertemplate: `${label(names[number])}, %{y}: %{x:.4g} s<extra></extra>`,
+    });
+    draw("lanes", [bars(0, colors.sky, 0.8), bars(1, colors.blue, 0.3)], {
+      barmode: "overlay",
+      xaxis: axis("seconds of a rank", {rangemode: "tozero"}),
+      yaxis: axis("", {autorange: "reversed", type: "category"}),
+    });
+  }
+
+  const charts = {comparison, batches, work, lanes, transfers, documents, memory, run};
+  const choices = {
+    work: ["work-order"],
+    transfers: ["transfers-view"],
+    documents: ["documents-color"],
+    run: ["run-series", "run-smoothing"],
+  };
   for (const [key, chart] of Object.entries(charts)) {
     if (!(key in data)) continue;
     drawers.push({key, draw: () => chart(data[key])});
-    if (key in choices) onChange(choices[key], () => chart(data[key]));
+    for (const id of choices[key] ?? []) onChange(id, () => chart(data[key]));
   }
 })();

@@ -23,14 +23,14 @@ import torch
 import torch.distributed as dist
 
 from distca.runtime.transport.c10d import C10dPointToPoint, C10dTransport
-from distca.runtime.transport.interface import Handle, PointToPoint, Transport, TransportError
+from distca.runtime.transport.interface import Exchanges, Handle, PointToPoint, Transport, TransportError
 from distca.runtime.transport.loopback import LoopbackPointToPoint, LoopbackTransport, LoopbackWorld
 from distca.validation import UserError
 
 __all__ = [
-    "TRANSPORTS", "C10dPointToPoint", "C10dTransport", "Handle", "HierarchicalTransport", "LoopbackPointToPoint",
-    "LoopbackTransport", "LoopbackWorld", "PointToPoint", "Relay", "Transport", "TransportError", "over_nodes",
-    "transport_for",
+    "TRANSPORTS", "C10dPointToPoint", "C10dTransport", "Exchanges", "Handle", "HierarchicalTransport",
+    "LoopbackPointToPoint", "LoopbackTransport", "LoopbackWorld", "PointToPoint", "Relay", "Transport",
+    "TransportError", "over_nodes", "transport_for",
 ]
 
 TRANSPORTS = ("c10d", "flat", "symmetric", "auto")
@@ -173,9 +173,3 @@ class HierarchicalTransport:
 
     def gather(self, value: int, device: torch.device) -> list[int]:
         return self.outer.gather(value, device)
-
-    def send_message(self, message: bytes, rank: int) -> None:
-        self.outer.send_message(message, rank)
-
-    def receive_message(self) -> bytes:
-        return self.outer.receive_message()

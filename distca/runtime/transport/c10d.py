@@ -18,14 +18,10 @@ Lost = Callable[[RuntimeError], TransportError]  # turns torch.distributed's err
 
 
 class C10dTransport:
-    """torch.distributed's all-to-all on a process group: NCCL between GPUs, gloo on CPUs.
+    """torch.distributed's all-to-all on a process group: NCCL between GPUs, gloo on CPUs."""
 
-    `control` is the group that carries messages to dedicated servers, gloo where the main group is NCCL.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None = None, control: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = initialized(group)
-        self.control = self.group if control is None else control
         self._rank, self._size = dist.get_rank(self.group), dist.get_world_size(self.group)
 
     @property
@@ -48,26 +44,6 @@ class C10dTransport:
         with _raising(self.lost):
             dist.all_gather(everyone, mine, group=self.group)
         return torch.cat(everyone).tolist()
-
-    def send_message(self, message: bytes, rank: int) -> None:
-        content = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.empty(0)
-        with _raising(self.lost):
-            dist.send(torch.tensor([len(content)]).to(self._message_device), group=self.control, group_dst=rank)
-            if message:
-                dist.send(content.to(self._message_device), group=self.control, group_dst=rank)
-
-    def receive_message(self) -> bytes:
-        length = torch.zeros(1, dtype=torch.int64, device=self._message_device)
-        with _raising(self.lost):
-            dist.recv(length, group=self.control, group_src=0)
-            content = torch.empty(int(length), dtype=torch.uint8, device=self._message_device)
-            if len(content):
-                dist.recv(content, group=self.control, group_src=0)
-        return content.cpu().numpy().tobytes()
-
-    @property
-    def _message_device(self) -> torch.device:
-        return torch.device("cuda" if dist.get_backend(self.control) == "nccl" else "cpu")
 
     def hosts(self) -> list[str]:
         """Return the host name of every rank; a collective call.

@@ -23,7 +23,14 @@ class Handle(Protocol):
         """Wait and return the received tensor; for an exchange, the splits in rank order."""
 
 
-class Transport(Protocol):
+class Exchanges(Protocol):
+    """Anything that exchanges."""
+
+    def exchange(self, send: torch.Tensor, send_splits: list[int], recv_splits: list[int]) -> Handle:
+        """Start sending `send` (uint8, splits in rank order) and receiving; every rank of the group takes part."""
+
+
+class Transport(Exchanges, Protocol):
     """One rank's end of an all-to-all group."""
 
     @property
@@ -32,17 +39,8 @@ class Transport(Protocol):
     @property
     def size(self) -> int: ...
 
-    def exchange(self, send: torch.Tensor, send_splits: list[int], recv_splits: list[int]) -> Handle:
-        """Start sending `send` (uint8, splits in rank order) and receiving; every rank of the group takes part."""
-
     def gather(self, value: int, device: torch.device) -> list[int]:
         """Return every rank's value, in rank order."""
-
-    def send_message(self, message: bytes, rank: int) -> None:
-        """Send bytes, possibly empty, to a rank that calls `receive_message`."""
-
-    def receive_message(self) -> bytes:
-        """Wait for the next message from rank 0."""
 
 
 class PointToPoint(Protocol):

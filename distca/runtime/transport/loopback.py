@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -24,7 +24,6 @@ class LoopbackWorld:
         self.posted: dict[tuple[int, int], tuple[str, Any]] = {}  # (sequence, rank) -> call, and the rank's value
         self.readers: dict[int, int] = {}                        # sequence -> number of ranks that have read it
         self.failed: BaseException | None = None
-        self.messages: list[deque[bytes]] = [deque() for _ in range(size)]  # to each rank
         self.passed: defaultdict[tuple[int, int], dict[int, torch.Tensor]] = defaultdict(dict)  # (from, to) in flight
 
     def run(self, body: Callable[[LoopbackTransport], Result]) -> list[Result]:
@@ -101,20 +100,6 @@ class LoopbackTransport:
         sequence, self.sequence = self.sequence, self.sequence + 1
         self.world.post(sequence, self.rank, "gather", value)
         return self.world.collect(sequence, self.rank)
-
-    def send_message(self, message: bytes, rank: int) -> None:
-        with self.world.changed:
-            self.world.messages[rank].append(message)
-            self.world.changed.notify_all()
-
-    def receive_message(self) -> bytes:
-        world, messages = self.world, self.world.messages[self.rank]
-        with world.changed:
-            world.changed.wait_for(lambda: messages or world.failed is not None, timeout=world.timeout_seconds)
-            if messages:
-                return messages.popleft()
-        reason = f"another rank failed: {world.failed}" if world.failed else f"none within {world.timeout_seconds} s"
-        raise TransportError(f"rank {self.rank} of {self.size}: nothing to serve was announced ({reason})")
 
     def _received(self, sequence: int, recv_splits: list[int]) -> torch.Tensor:
         splits = [sent[self.rank] for sent in self.world.collect(sequence, self.rank)]

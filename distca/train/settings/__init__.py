@@ -159,6 +159,12 @@ class Attention:
         "plans and exchanges that stay inside nodes; 0: the ranks of each host.", most=MAX_RANKS, counted=True)
     dedicated: int = setting(0, "Number of ranks, the last ones, that only serve attention and hold no layers and "
         "no tokens.", most=MAX_RANKS, counted=True)
+    roles: int = setting(0, "Parts of each call that plans give to dedicated servers, dealt over those present: more "
+        "than attention.dedicated if servers will join later; 0: attention.dedicated.", most=MAX_RANKS, counted=True)
+    patience: float = setting(10.0, "Seconds that a dedicated server may be late before it counts as lost; longer if "
+        "20 times its predicted seconds are longer.", above=0)
+    listen: str = setting("", "Address at which training ranks accept servers, with a port to which the rank is "
+        "added (10.0.0.7:29600) or without; empty: this host's address towards the launcher's, any port.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +275,16 @@ def load_settings(path: str | Path | None, overrides: Mapping[str, str]) -> Sett
             raise unknown_setting(f"setting {written!r}", name)
         values[name] = from_text(known[name], text)
     return settings.with_values(values)
+
+
+def num_training(settings: Settings, world: int) -> int:
+    """Return the number of ranks that train; the ranks after them only serve."""
+    return world - settings.attention.dedicated
+
+
+def num_roles(settings: Settings) -> int:
+    """Return the roles of dedicated servers in plans, over all tensor-parallel indices."""
+    return settings.attention.roles or settings.attention.dedicated
 
 
 @cache

@@ -1,0 +1,238 @@
+"""Servers that end, hang, leave or come in the middle of calls: the results have the bits of a pool that nobody left.
+
+Bits are compared because the same kernel runs on buffers of the same shapes and offsets with as many threads, whoever
+runs it: see `distca.runtime.pool.protocol`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from distca.planning.plan import Plan
+from distca.runtime.attention import CoreAttention
+from distca.runtime.pool import home as home_module
+from distca.runtime.pool.home import Faults, ServerPool
+from distca.runtime.pool.runner import Runner
+from distca.runtime.pool.transport import PoolTransport
+from distca.runtime.transport import LoopbackTransport, LoopbackWorld
+from distca.spec import ModelShape
+from distca.workload.layout import layout_from_rows
+from tests.support.attention import dense_on_one, from_rows, gradient, qkv_of, random_qkv, row_index
+from tests.support.plans import scattered_plan
+from tests.support.pools import server_for, server_pools, start
+
+MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
+HOMES, ROLES, CALLS = 2, 2, 4
+LAYOUT = layout_from_rows([[130, 17], [90, 57]])
+PLANS = [scattered_plan(seed, LAYOUT, HOMES + ROLES, MODEL) for seed in (10, 11)]
+assert all({2, 3} <= set(plan.tasks.server.tolist()) for plan in PLANS), "every role has tasks"
+Rows = list[list[torch.Tensor]]  # [home][out, dq, dk, dv of every call]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def tensors_of(plan: Plan, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    return random_qkv(0, plan.layout.num_tokens, dtype=dtype)
+
+
+def run_calls(
+    pools: list[ServerPool], dtype: torch.dtype = torch.float64, between: Callable[[int], None] = lambda call: None
+) -> Rows:
+    """Two interleaved nano-batches of each plan, forward and backward, several times."""
+
+    def body(transport: LoopbackTransport) -> list[torch.Tensor]:
+        torch.set_num_threads(1)
+        attend = CoreAttention(transport=PoolTransport(transport, pools[transport.rank]), kernel="sdpa")
+        index, results = row_index(LAYOUT, transport.rank), list[torch.Tensor]()
+        for call in range(CALLS):
+            if transport.rank == 0:
+                between(call)
+            rows = [[x[index].requires_grad_() for x in tensors_of(plan, dtype)[:3]] for plan in PLANS]
+            pending = [attend.start(*qkv_of(row), plan) for row, plan in zip(rows, PLANS, strict=True)]
+            for one in pending:
+                attend.serve(one)
+            outs = [attend.finish(one) for one in pending]
+            torch.autograd.backward(outs, [tensors_of(plan, dtype)[3][index] for plan in PLANS])
+            results += [x for out, row in zip(outs, rows, strict=True) for x in (out.detach(), *map(gradient, row))]
+        return results
+
+    return LoopbackWorld(HOMES, timeout_seconds=60).run(body)
+
+
+def same_bits(one: Rows, other: Rows) -> bool:
+    return all(torch.equal(a, b) for mine, theirs in zip(one, other, strict=True)
+               for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.fixture(scope="module", params=[torch.float64, torch.float32], ids=["float64", "float32"])
+def undisturbed(request: pytest.FixtureRequest) -> tuple[torch.dtype, Rows]:
+    with server_pools(HOMES, ROLES) as pools:
+        rows = run_calls(pools, request.param)
+        assert sum(pool.take_faults().lost for pool in pools) == 0
+    for first in range(0, len(rows[0]), 8) if request.param is torch.float64 else ():
+        for at, plan in enumerate(PLANS):
+            q, k, v, dout = tensors_of(plan, torch.float64)
+            for field, want in enumerate(dense_on_one(q, k, v, dout, LAYOUT.lengths)):
+                got = from_rows([row[first + 4 * at + field] for row in rows], LAYOUT)
+                torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    return request.param, rows
+
+
+class Ending:
+    """Breaks all connections of the first server that reaches a moment, as its process's end would."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, runs: int, backward: bool, after: bool, most: int = 1) -> None:
+        self.runs, self.backward, self.after, self.most, self.ended = runs, backward, after, most, 0
+        self.lock, inner = threading.Lock(), Runner._run_if_complete
+        ending = self
+
+        def run(runner: Runner, number: int, role: int) -> None:
+            about = runner._about[number, role]
+            session = getattr(runner.send, "__self__", None)
+            if not hasattr(session, "server") or bool(about["backward"]) != ending.backward:
+                return inner(runner, number, role)
+            served = runner.served
+            if ending.after:
+                inner(runner, number, role)
+            with ending.lock:
+                ends = served >= ending.runs and ending.ended < ending.most
+                ending.ended += ends
+            if ends:
+                assert session is not None
+                session.server.leaving = True                    # it does not come back
+                session.is_over = True
+                for link in list(session._links.links):
+                    link.close()
+                return None
+            return None if ending.after else inner(runner, number, role)
+
+        monkeypatch.setattr(Runner, "_run_if_complete", run)
+
+
+@pytest.mark.parametrize(("runs", "backward", "after"), [
+    (0, False, False), (3, False, False), (3, False, True), (2, True, False), (2, True, True)])
+@pytest.mark.parametrize("most", [1, 2])
+def test_servers_that_end_in_a_call_are_replaced(
+    runs: int, backward: bool, after: bool, most: int, undisturbed: tuple[torch.dtype, Rows],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With two, none is left: the homes compute what they owed."""
+    dtype, expected = undisturbed
+    ending = Ending(monkeypatch, runs, backward, after, most)
+    with server_pools(HOMES, ROLES) as pools:
+        rows = run_calls(pools, dtype)
+        faults = pools[0].take_faults()
+        assert ending.ended == most and len(pools[0].view.members) == ROLES - most
+        assert faults.lost == most
+        deadline = time.monotonic() + 20
+        while any(pool.calls.calls for pool in pools):           # nothing is kept once all have said that they are done
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert same_bits(rows, expected)
+
+
+@pytest.mark.parametrize("how", ["kernel", "process"])
+def test_a_server_that_hangs_is_out_after_its_patience_and_late_results_do_no_harm(
+    how: str, undisturbed: tuple[torch.dtype, Rows], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernel does not come back, or it does not even answer; later it goes on and joins again as a new one."""
+    from distca.runtime.pool.server import _Session
+
+    dtype, expected = undisturbed
+    monkeypatch.setattr(home_module, "UNMEASURED_SECONDS", 0.5)
+    awake, hung, inner, receive = threading.Event(), list[_Session](), Runner._run_if_complete, _Session._receive
+
+    def run(runner: Runner, number: int, role: int) -> None:
+        session = getattr(runner.send, "__self__", None)
+        if isinstance(session, _Session) and runner.served == 2 and not hung:
+            hung.append(session)
+            runner.running_since = time.monotonic()
+            awake.wait(20)
+        inner(runner, number, role)
+
+    def deaf(session: _Session, *args: Any) -> None:
+        if how == "process" and session in hung:
+            awake.wait(20)
+        receive(session, *args)
+
+    monkeypatch.setattr(Runner, "_run_if_complete", run)
+    monkeypatch.setattr(_Session, "_receive", deaf)
+    with server_pools(HOMES, ROLES, patience_seconds=0.5) as pools:
+        began = time.monotonic()
+        rows = run_calls(pools, dtype)
+        assert time.monotonic() - began >= 0.5
+        faults = [pool.take_faults() for pool in pools]
+        assert len(hung) == 1 and [one.lost for one in faults] == [1, 1]
+        assert max(one.seconds for one in faults) > 0.4 and any(one.repeated_tasks for one in faults)
+        awake.set()
+        assert pools[1].wait_for_servers(ROLES, 20), "it joins again"
+        assert same_bits(run_calls(pools, dtype), expected)
+    assert same_bits(rows, expected)
+
+
+def test_servers_come_and_leave_between_calls(undisturbed: tuple[torch.dtype, Rows]) -> None:
+    """From no server to three, of which one then leaves; a server that leaves loses nothing."""
+    dtype, expected = undisturbed
+    with server_pools(HOMES, ROLES, servers=0) as pools:
+        servers = [server_for(pools) for _ in range(3)]
+        threads: list[threading.Thread] = []
+
+        def between(call: int) -> None:
+            if call in (1, 2):
+                threads.extend(start(one) for one in (servers[:1] if call == 1 else servers[1:]))
+                assert pools[0].wait_for_servers(2 * call - 1, 20)
+            elif call == 3:
+                servers[0].leave()
+
+        rows = run_calls(pools, dtype, between)
+        threads[0].join(20)
+        assert not threads[0].is_alive() and servers[0].served > 0
+        assert pools[0].take_faults().lost == 0 and len(pools[0].view.members) == 2
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive(), "the end of the run ends its servers"
+    assert same_bits(rows, expected)
+
+
+def test_a_result_that_comes_twice_is_used_once() -> None:
+    """By whoever sends it, and however late."""
+    with server_pools(HOMES, ROLES) as pools:
+        pool, taken = pools[0], list[Any]()
+        inner = pool.calls.result
+
+        def twice(number: int, role: int, content: Any) -> Any:
+            out = inner(number, role, content)
+            wrong = torch.zeros_like(content)
+            taken.append((pool._take(1, {"call": number, "role": role, "seconds": 0.0}, wrong),
+                          inner(number, role, wrong)))
+            return out
+
+        pool.calls.result = twice  # type: ignore[method-assign]
+        rows = run_calls(pools)
+    assert taken and all(one == ([], []) for one in taken)
+    with server_pools(HOMES, ROLES) as pools:
+        assert same_bits(rows, run_calls(pools))
+
+
+def test_gaps_say_who_filled_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    Ending(monkeypatch, 2, False, after=False)
+    with server_pools(HOMES, ROLES) as pools:
+        began = time.perf_counter()
+        run_calls(pools)
+        faults: Faults = pools[0].take_faults()
+        assert faults.gaps and pools[0].take_faults().gaps == []
+        for name, start_seconds, stop in faults.gaps:
+            assert "closed its connection; role" in name and "by rank" in name
+            assert began < start_seconds <= stop < time.perf_counter()

@@ -1,0 +1,155 @@
+"""Runs whose dedicated servers are killed, stopped, cut off, leave and come: losses and weights keep their bits.
+
+Bits are compared because roles, their cuts and the order of merging do not depend on who is there, and everybody
+computes with one thread on tensors of the same shapes and offsets.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distca.train.servers import listens_at, read_secret, secret_in
+from distca.train.settings import Settings
+from distca.validation import UserError
+from tests.support.faults import Servers
+from tests.support.training import command_of, logged, small_run, train
+
+pytestmark = pytest.mark.multiprocess
+STEPS = 12
+FAULTS = 1000
+WAIT_SECONDS = 120
+
+
+def served_run(folder: Path, trainers: int, roles: int, **values: Any) -> Settings:
+    """A run whose servers are processes of the test, which it finds by a file."""
+    return small_run(folder / "log", trainers, 384, **{
+        "attention__roles": roles, "attention__patience": 0.6, "run__steps": STEPS, "batch__micro_batches": 2,
+        "model__layers": 2, "model__hidden": 64, "model__ffn": 64, "model__heads": 4, "model__kv_heads": 2,
+        "optimizer__warmup_steps": 2, "checkpoint__folder": str(folder / "saved"), "checkpoint__every": 5, **values})
+
+
+def results(folder: Path) -> tuple[list[float], list[float], dict[str, bytes]]:
+    """Losses and gradient norms of every step, and the bytes of the last checkpoint's tensors."""
+    last = max((folder / "saved").glob("step_*"), key=lambda path: int(path.name.rpartition("_")[2]))
+    weights = {path.name: path.read_bytes() for path in last.glob("*.safetensors")}
+    assert weights
+    return logged(folder / "log", "loss"), logged(folder / "log", "grad_norm"), weights
+
+
+def disturbed(folder: Path, count: int, seed: int, pause_seconds: float, **values: Any) -> tuple[Servers, Any]:
+    settings = served_run(folder, **values)
+    servers = Servers(folder / "log" / "join.json", count, seed, pause_seconds)
+    servers.inject()
+    try:
+        train(settings)
+    finally:
+        left = servers.close()
+    assert left == 0, f"{left} servers outlived the run after {servers.done}"
+    return servers, results(folder)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "ping-pong": {"trainers": 2, "roles": 2},
+    "pipeline": {"trainers": 2, "roles": 3, "parallel__pipeline": 2, "run__dtype": "float32"},
+    "one trainer": {"trainers": 1, "roles": 4, "batch__ping_pong": False},
+    "tensor": {"trainers": 2, "roles": 4, "parallel__tensor": 2, "run__dtype": "float32"},
+    "three trainers": {"trainers": 3, "roles": 3, "attention__cost": "h200"},
+}
+
+
+def calm(folder: Path, way: str) -> Any:
+    train(served_run(folder, **WAYS[way]))                       # without any server: homes run the roles
+    return results(folder)
+
+
+@pytest.mark.parametrize("way", ["ping-pong", "pipeline"])
+def test_faults_change_no_bit(way: str, tmp_path: Path) -> None:
+    """Faults at any moment of forward, backward, exchange, plan agreement and save."""
+    servers, found = disturbed(tmp_path / "disturbed", 2, 1, 0.25, **WAYS[way])
+    assert found == calm(tmp_path / "calm", way)
+    assert sum(logged(tmp_path / "disturbed" / "log", "faults")) > 0, servers.done
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_a_thousand_faults_change_no_bit(way: str, tmp_path: Path) -> None:
+    """A fifth of them here, over runs of 60 steps with one to four servers."""
+    longer: dict[str, Any] = {**WAYS[way], "run__steps": 60}
+    train(served_run(tmp_path / "calm", **longer))
+    expected, done, seed = results(tmp_path / "calm"), list[str](), 0
+    while len(done) < FAULTS // len(WAYS):
+        servers, found = disturbed(tmp_path / str(seed), 1 + seed % 4, seed, 0.3, **longer)
+        assert found == expected, (seed, servers.done)
+        done, seed = done + servers.done, seed + 1
+
+
+def test_the_command_serves_a_run_and_leaves_it(tmp_path: Path) -> None:
+    """`distca train` without servers of its own, which another process joins by the run's file with the secret."""
+    settings = served_run(tmp_path, 1, 1, run__steps=100_000, checkpoint__folder="", checkpoint__every=0)
+    log = tmp_path / "log"
+    run = subprocess.Popen([sys.executable, "-m", "distca", *command_of(settings, tmp_path)], stderr=subprocess.PIPE,
+                           stdout=subprocess.DEVNULL, text=True)
+    server = None
+    try:
+        members = listed(log, "trainer", "training")
+        assert [one["pid"] for one in members] != [run.pid], "a rank is a process of its own"
+        address = json.loads((log / "members.json").read_text())["join"]
+        assert address.startswith("127.0.0.1:") and (log / "secret").stat().st_mode & 0o777 == 0o600
+        server = subprocess.Popen([sys.executable, "-m", "distca", "serve", "--join", address, "--secret-file",
+                                   str(log / "secret"), "--device", "cpu"], stdout=subprocess.PIPE, text=True)
+        assert [one["pid"] for one in listed(log, "server", "serving")] == [server.pid]
+        server.send_signal(signal.SIGTERM)
+        said = server.communicate(timeout=WAIT_SECONDS)[0]
+        assert server.returncode == 0 and said.startswith("Served ") and said.endswith("roles of forward calls.\n")
+        assert [one["pid"] for one in listed(log, "server", "left")] == [server.pid]
+    finally:
+        if server is not None:
+            server.kill()
+        run.send_signal(signal.SIGTERM)
+        said = run.communicate(timeout=WAIT_SECONDS)[1]
+    assert run.returncode == 0 and "Traceback" not in said
+    assert not (log / "secret").exists() and sum(logged(log, "faults")) == 0
+
+
+def listed(log: Path, role: str, state: str) -> list[dict[str, Any]]:
+    """Wait until members.json has somebody of this role and state."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while time.monotonic() < deadline:
+        path = log / "members.json"
+        members = json.loads(path.read_text())["members"] if path.exists() else []
+        if found := [one for one in members if (one["role"], one["state"]) == (role, state)]:
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"no {role} was {state} within {WAIT_SECONDS} s")
+
+
+@pytest.mark.parametrize(("listen", "environ", "expected"), [
+    ("", {}, ("127.0.0.1", 0)), ("", {"MASTER_ADDR": "127.0.0.1", "RANK": "3"}, ("127.0.0.1", 0)),
+    ("10.0.0.7", {"RANK": "3"}, ("10.0.0.7", 0)), ("10.0.0.7:29600", {"RANK": "3"}, ("10.0.0.7", 29603)),
+])
+def test_where_ranks_listen(listen: str, environ: dict[str, str], expected: tuple[str, int]) -> None:
+    assert listens_at(listen, environ) == expected
+
+
+def test_secrets_are_long_and_their_files_private(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"DISTCA_SECRET has 0 characters.*export DISTCA_SECRET="):
+        secret_in({})
+    with pytest.raises(UserError, match="DISTCA_SECRET has 15 characters"):
+        secret_in({"DISTCA_SECRET": "x" * 15})
+    path = tmp_path / "secret"
+    path.write_text("y" * 16 + "\n")
+    path.chmod(0o644)
+    with pytest.raises(UserError, match=r"can be read by others; run: chmod 600"):
+        read_secret(path)
+    path.chmod(0o600)
+    assert read_secret(path) == b"y" * 16 == secret_in({"DISTCA_SECRET": "y" * 16})
+    with pytest.raises(UserError, match=r"attention.listen is 'host:x'; give an address"):
+        listens_at("host:x", {})
