@@ -111,8 +111,9 @@ def start_group(settings: Settings, device: torch.device, local_world: int, **me
     if device.type == "cuda":
         torch.cuda.set_device(device)
     one_worker_per_group()
-    if not meeting and (count := launch.restarts(os.environ)[0]):  # torchrun's store has the lost ranks' addresses
-        store, rank, world = next(rendezvous("env://"))
+    count, _ = launch.restarts(os.environ)
+    if count and "store" not in meeting:                         # torchrun's store has the lost ranks' addresses
+        store, rank, world = next(rendezvous("env://", meeting.get("rank", -1), meeting.get("world_size", -1)))
         meeting = {"store": dist.PrefixStore(f"restart-{count}", store), "rank": rank, "world_size": world}
     dist.init_process_group("cpu:gloo,cuda:nccl" if own_gpu else "gloo",
                             timeout=timedelta(seconds=settings.run.timeout_seconds), **meeting)
