@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from distca.corpus.corpora import Corpus
 from distca.cost.work import peak_flops, training_flops
@@ -110,6 +111,10 @@ def start_group(settings: Settings, device: torch.device, local_world: int, **me
     if device.type == "cuda":
         torch.cuda.set_device(device)
     one_worker_per_group()
+    count, _ = launch.restarts(os.environ)
+    if count and "store" not in meeting:                         # torchrun's store has the lost ranks' addresses
+        store, rank, world = next(rendezvous("env://", meeting.get("rank", -1), meeting.get("world_size", -1)))
+        meeting = {"store": dist.PrefixStore(f"restart-{count}", store), "rank": rank, "world_size": world}
     dist.init_process_group("cpu:gloo,cuda:nccl" if own_gpu else "gloo",
                             timeout=timedelta(seconds=settings.run.timeout_seconds), **meeting)
 
