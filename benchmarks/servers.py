@@ -123,6 +123,8 @@ def one_process(rank: int, options: argparse.Namespace, store: str, results: Any
     if rank < trainers:
         results.put((None, (seconds, crash)))
         dist.barrier(among)
+    results.close()
+    results.join_thread()                                        # `end_process` waits for no thread
     end_process()
 
 

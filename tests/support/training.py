@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from distca.train.servers import open_pool, serve
-from distca.train.settings import Settings, num_training
+from distca.train.settings import Settings, num_roles, num_training
 from distca.train.settings.checks import check_settings
 from distca.train.trainer import Trainer
 from tests.support.pools import SECRET, read_address, write_address
@@ -34,7 +34,8 @@ def train_each(transport: Any, runs: tuple[Settings, ...]) -> None:
         device = torch.device("cuda", 0) if settings.run.device == "cuda" else torch.device("cpu")
         where = Path(settings.log.folder, "join.json")
         if transport is not None:
-            Path(settings.log.folder).mkdir(parents=True, exist_ok=True)
+            if num_roles(settings):
+                where.parent.mkdir(parents=True, exist_ok=True)
             publish = partial(write_address, where)
             Trainer(settings, device, open_pool(settings, device, SECRET, publish)).train()
         else:
