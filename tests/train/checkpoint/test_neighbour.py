@@ -26,7 +26,9 @@ from tests.support.processes import run_processes, values
 HOSTS = {2: "ab", 4: "aabb", 3: "abc"}  # of the ranks, by their number
 
 
-def opened(folder: str, kind: str, seed: int, num_ranks: int) -> tuple[Any, NeighbourCheckpoints]:
+def opened(
+    folder: str, kind: str, seed: int, num_ranks: int
+) -> tuple[tuple[runs.Small, torch.optim.AdamW], NeighbourCheckpoints]:
     """A run whose ranks are on several hosts: each with a memory of its own."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     host = HOSTS[num_ranks][rank] if num_ranks > 1 else "a"
@@ -82,7 +84,7 @@ def test_a_restart_on_a_new_host_goes_on_bit_for_bit(tmp_path: Path, kind: str, 
 def save_beside_the_disk(transport: C10dTransport, folder: str) -> tuple[int, str]:
     """Rank 0 is slow on the disk; meanwhile a checkpoint is saved in memory, the first one."""
     pair, copies = opened(folder, "data", 0, 2)
-    write_file, finished = checkpoint.write_file, threading.Event()
+    write_file, finished = vars(checkpoint)["write_file"], threading.Event()
 
     def slow(path: Path, tensors: Any) -> Any:
         if dist.get_rank() == 0 and "saved" in str(path):
