@@ -280,8 +280,11 @@ class _LocalRanks:
         forwarded, deadline = 0, float("inf")
         while time.monotonic() < deadline:
             failed = any(process.exitcode for process in self.processes[:self.training])
-            self.ended |= {rank: time.time() for rank, process in enumerate(self.processes)
-                           if process.exitcode is not None and rank not in self.ended}
+            for rank, process in enumerate(self.processes):
+                if process.exitcode is not None and rank not in self.ended:
+                    self.ended[rank] = time.time()
+                    if process.exitcode and rank >= self.training:
+                        print(self._failure(rank).text, file=sys.stderr, flush=True)
             if len(self.ended) == len(self.processes):
                 break
             if failed or all(process.exitcode is not None for process in self.processes[:self.training]):
@@ -311,7 +314,8 @@ class _LocalRanks:
             return 0
         if late:
             print(f"distca: rank {late[0]} did not stop in time and was ended", file=sys.stderr, flush=True)
-        saved = self.stop_signals[0] == signal.SIGTERM and not any(process.exitcode for process in self.processes)
+        saved = self.stop_signals[0] == signal.SIGTERM and not any(
+            process.exitcode for process in self.processes[:self.training])
         return 0 if saved else 128 + self.stop_signals[0]
 
     def _failure(self, rank: int) -> Failure:
