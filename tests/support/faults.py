@@ -21,6 +21,7 @@ from tests.support.pools import SECRET, read_address
 KINDS = ("kill", "stop", "blink", "leave", "join", "reset")
 STOP_SECONDS = 1.5       # longer than the patience of the runs
 BLINK_SECONDS = 0.1      # shorter
+PATIENCE_SECONDS = 10.0  # for which a server tries to join again
 
 
 def serve_at(where: str) -> None:
@@ -32,7 +33,7 @@ def serve_at(where: str) -> None:
     from distca.train.servers import leave_on_signals
 
     torch.set_num_threads(1)
-    server = Server(partial(read_address, Path(where)), SECRET, patience_seconds=60.0)
+    server = Server(partial(read_address, Path(where)), SECRET, patience_seconds=PATIENCE_SECONDS)
     leave_on_signals(server)
     server.run()
     end_process()
@@ -71,7 +72,7 @@ class Servers:
         self._ends.set()
         if self._thread.is_alive():
             self._thread.join()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE_SECONDS + 30      # one that was stopped did not hear of the end
         for process in self.processes:
             process.join(max(deadline - time.monotonic(), 0.0))
         left = [process for process in self.processes if process.is_alive()]
