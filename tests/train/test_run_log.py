@@ -179,7 +179,7 @@ RECORD = StepRecord(
     step=1, loss=5.5, lr=1e-3, grad_norm=2.25, tokens=8192, seconds=2.0, tokens_per_second=4096.0, work_before=1.75,
     work_after=1.05, bytes_per_layer=12.5e6, exposed_seconds=0.5, host_seconds=0.1, memory_bytes=3 * 10**9,
     plan_seconds=0.01, attention_seconds=0.8, linear_seconds=0.6, mfu=0.4, eval_loss=5.75, tolerance=0.2,
-    attention_seconds_max=0.9)
+    attention_seconds_max=0.9, servers=2, faults=1, repeated_tasks=3, fault_seconds=0.25)
 
 
 class FakeError(Exception):

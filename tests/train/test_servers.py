@@ -147,7 +147,7 @@ def another_host(name: str) -> Iterator[list[str]]:
 @pytest.mark.skipif(os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")),
                     reason="needs root, ip and tc")
 def test_a_link_that_is_slow_loses_packets_or_is_cut(tmp_path: Path) -> None:
-    """A server on another host: at 1 MB/s, with packets dropped, it serves on; cut off it is lost, and joins again when it can."""
+    """A server on another host: at 1 MB/s, with packets dropped, it serves on; cut off it is lost, and joins again."""
     settings = served_run(tmp_path / "cut", 1, 2, run__steps=100_000, checkpoint__folder="", checkpoint__every=0,
                           attention__listen="10.213.7.1", attention__patience=3.0, optimizer__min_lr_ratio=1.0)
     log, name = tmp_path / "cut" / "log", f"distca{os.getpid() % 10_000}"
