@@ -107,8 +107,8 @@ def _candidates(asked: StepAsked, model: ModelShape, cluster: ClusterShape) -> I
     """Yield the options with every open one filled in, the usual choices first."""
     for field in ("gpus", "tp", "ep"):
         check_whole(field, 1 if getattr(asked, field) is None else getattr(asked, field))
-    for stages in asked.pp or ():
-        check_whole("pp", stages)
+    for degree in asked.pp or ():
+        check_whole("pp", degree)
     unit = lcm(*(asked.pp or (1,))) * (asked.tp or cluster.gpus_per_node)
     usual = max(DEFAULT_GPUS // unit, 1) * unit
     grows = range(_DOUBLINGS + 1 if asked.sequences is None else 1)  # for a model, not for a step as large as asked for
