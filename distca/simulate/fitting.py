@@ -45,6 +45,15 @@ class StepAsked:
     memory: float = 0.0
 
 
+def check_pool(setting: Setting, table: Cost) -> None:
+    """Refuse servers that differ with stages, which would all be charged like the first ranks, or in another number."""
+    if isinstance(table, MixedPool):
+        if setting.pp > 1:
+            raise UserError(f"pp is {setting.pp} but cost names servers that differ, which are simulated without a "
+                            "pipeline; give --pp 1, or one latency table")
+        table.time(setting.model, setting.tp).check_servers(setting.num_pool)
+
+
 def fitting_context(longest: int) -> int:
     """Return the longest document's tokens, rounded down to a multiple of 128, at most 128K."""
     return min(DEFAULT_CONTEXT, longest // 128 * 128 or longest)
@@ -76,9 +85,8 @@ def _choose(
     for one in _candidates(asked, model, cluster):
         try:
             found = settings(model, cluster, **_options(one))
-            if isinstance(table, MixedPool):
-                for each in found:
-                    table.time(model, each.tp).check_servers(each.num_pool)
+            for each in found:
+                check_pool(each, table)
         except UserError as refused:
             error = error or refused
             continue

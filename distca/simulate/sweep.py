@@ -15,13 +15,14 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING
 
-from distca.cost.mixed_pool import Cost, MixedPool
+from distca.cost.mixed_pool import Cost
 from distca.planning.choose import asked_tolerance
 from distca.planning.step import StepPlan
 from distca.simulate.bounds import bound
 from distca.simulate.calls import PlanCosts
 from distca.simulate.costs import Costs
 from distca.simulate.execute import Step, execute
+from distca.simulate.fitting import check_pool
 from distca.simulate.memory import check_fits, check_memory
 from distca.simulate.outcomes import Comparison, Figures, Outcome
 from distca.simulate.setting import Setting
@@ -62,11 +63,7 @@ class Question:
             raise UserError(f"batches is {self.num_batches}; give at least 1")
         self.table.require(self.settings[0].context)
         for setting in self.settings:
-            if isinstance(self.table, MixedPool):                # stages would all be charged like the first ranks
-                if setting.pp > 1:
-                    raise UserError(f"pp is {setting.pp} but cost names servers that differ, which are simulated "
-                                    "without a pipeline; give --pp 1, or one latency table")
-                self.table.time(setting.model, setting.tp).check_servers(setting.num_pool)
+            check_pool(setting, self.table)
             self.source.check_context(setting.context)
             check_fits(setting, self.costs(setting))
             check_memory(setting, self.costs(setting), our_orders(setting))

@@ -50,7 +50,8 @@ def _work_in_order(lengths: np.ndarray, ranks: int) -> float:
 
 
 def test_a_file_is_a_distribution(run: Run, lengths: np.ndarray) -> None:
-    said = _said(run, "plan", "lengths.txt", "--ranks", 4, "--tokens-per-rank", "8k", "--seed", 5)
+    said = _said(run, "plan", "lengths.txt", "--ranks", 4, "--tokens-per-rank", "8k", "--seed", 5,
+                 "--placement", "given")
     batches = said["batches"]
     dealt = deal_batches(lengths, 4 * 8192, 8, 5)
     assert batches["count"] == len(dealt) == len(batches["each"]) == 8
@@ -140,6 +141,8 @@ def test_stdin_columns_and_formats(run: Run, tmp_path: Path, monkeypatch: pytest
     from_file = _said(run, "plan", "a.csv", "--column", "tokens", "--ranks", 2)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(table.encode())))
     piped = _said(run, "plan", "-", "--format", "csv", "--column", "tokens", "--ranks", 2)
+    assert piped.pop("next").startswith("… | distca simulate --data - --format csv ")
+    assert from_file.pop("next").startswith("distca simulate --data a.csv ")
     assert {**piped, "plan_seconds": 0} == {**from_file, "plan_seconds": 0} and piped["documents"] == 50
     error = _refused(run, "plan", "a.csv", "--column", "lenght")
     assert "a.csv: column is 'lenght'; the columns are: id, tokens" in error
@@ -157,9 +160,10 @@ def test_the_tables_fit_a_terminal_and_pages_show_the_worst(run: Run, lengths: n
     for ranks in (4, 40):
         code, out, err = run("plan", "lengths.txt", "--ranks", ranks, "--tokens-per-rank", 1024, "--html", "p.html",
                              "--plot", "p.svg")
-        assert (code, err) == (0, "") and max(map(len, out.splitlines())) <= 80
+        shown, _, to_paste = out.partition("\nNext: ")           # a command that is pasted stays in one line
+        assert (code, err) == (0, "") and "distca simulate" in to_paste and max(map(len, shown.splitlines())) <= 80
     assert "of attention" in out and "Lengths: median" in out and "the worst before planning" in out
-    assert "Core attention takes" in out
+    assert "Attention alone is " in out and "over no balancing" in out
     page = (tmp_path / "p.html").read_text(encoding="utf-8")
     assert page.index('class="verdict"') < page.index("<dl>") and "the worst before planning" in page
     assert "attention in documents of 8K or more" in page and (tmp_path / "p.svg").stat().st_size > 1000

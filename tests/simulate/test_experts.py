@@ -175,7 +175,7 @@ def test_ep_divides_experts_and_the_gpus_of_a_stage(run: Callable[..., tuple[int
 
 def test_a_model_too_large_for_its_gpus_is_told_of_ep(run: Callable[..., tuple[int, str, str]]) -> None:
     large = ("simulate", "--batches", "1", "--workers", "1", "--strategies", "distca", "--json", "--context", "16k",
-             "--model", "qwen3-235b-a22b", "--gpus", "64", "--tp", "2")
+             "--model", "qwen3-235b-a22b", "--gpus", "64", "--tp", "2", "--pp", "1", "--ep", "1")
     code, _, err = run(*large)
     assert code == 2 and "give --ep " in err
     told = err.rpartition("give ")[2].split()

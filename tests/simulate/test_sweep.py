@@ -98,7 +98,7 @@ def test_a_replayed_batch_is_the_one_that_was_compared() -> None:
 def test_stages_may_be_as_many_as_layers_and_no_more() -> None:
     where = setting(MODEL, CLUSTER, gpus=40, context=65536, pp=5)
     assert where.layers == (6, 6, 7, 7, 6) and sum(where.layers) == MODEL.num_layers
-    with pytest.raises(ValueError, match="pp is 33 but model 'llama3-8b' has 32 layers; give each stage"):
+    with pytest.raises(ValueError, match="pp is 33 but model 'llama3-8b' has 32 layers; give --pp 32 or less"):
         setting(MODEL, CLUSTER, gpus=33 * 8, context=65536, pp=33)
 
 

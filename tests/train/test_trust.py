@@ -16,6 +16,7 @@ from tests.support import rank_mains as mains
 PACKAGE = Path(distca.__file__).parent
 UNPICKLES = {  # file -> whose pickles those are
     "tests/support/processes.py": "of child processes that tests start",
+    "distca/check/world.py": "of the other ranks of one check, which all run the code that is checked",
 }
 PICKLING_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 PICKLING_CALLS = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list",
