@@ -181,7 +181,8 @@ def test_every_command_of_the_guide_runs(run: Callable[..., tuple[int, str, str]
         command, *arguments = shlex.split(line, comments=True)
         if command == "distca":
             exit_code, _, err = run(*arguments, *(("--workers", "1") if arguments[0] == "simulate" else ()))
-            assert (exit_code, err) == (0, ""), line
+            notes = [note for note in err.splitlines() if " is scaled " not in note]  # of heads that nobody measured
+            assert (exit_code, notes) == (0, []), line
             ran += 1
         else:
             subprocess.run(line, shell=True, check=True)

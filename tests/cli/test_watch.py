@@ -125,7 +125,8 @@ def test_a_port_in_use_is_named(run: Callable[..., tuple[int, str, str]], server
 
 def test_ctrl_c_ends_it_also_while_a_page_is_open(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "distca", "watch", str(tmp_path), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                          preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)) as process:
         assert process.stdout is not None and process.stderr is not None
         found = re.search(r"http://127\.0\.0\.1:(\d+)/ to this machine alone", process.stdout.readline())
         assert found

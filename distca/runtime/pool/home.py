@@ -30,6 +30,7 @@ from distca.runtime.transport.links import Address, Link, Links
 PATIENCE_FACTOR = 20.0      # times its predicted seconds that a role may take
 UNMEASURED_SECONDS = 60.0   # that a role may take before any has been measured: kernels are loaded and compiled
 POLL_SECONDS = 0.1
+CLOSE_POLL_SECONDS = 0.005
 PLANS_KEPT = 512
 LOG = logging.getLogger("distca")
 
@@ -85,6 +86,7 @@ class ServerPool:
         self.rates = [0.0, 0.0]                                  # seconds per work, forward and backward
         self.plans, self.encoded = LRU[int, Plan](PLANS_KEPT), LRU[int, torch.Tensor](PLANS_KEPT)
         self.number, self.closing, self.failed = 0, False, ""
+        self.followed = 0.0                                      # when the view came
         self.changed = threading.Condition(threading.RLock())
         self.runner = Runner(self.homes, shape.num_roles, self.post, device=device, kernel=kernel)
         self._stands_in, self._threads = False, torch.get_num_threads()  # per thread, and results depend on the number
@@ -144,7 +146,10 @@ class ServerPool:
         return taken
 
     def close(self) -> None:
-        """Release the servers and end all connections."""
+        """Release the servers and end all connections, once every home has the results of all calls."""
+        deadline = time.monotonic() + self.patience_seconds
+        while self.calls.calls and not self.failed and time.monotonic() < deadline:
+            time.sleep(CLOSE_POLL_SECONDS)
         with self.changed:
             self.closing = True
             links = list(self.links.values())
@@ -179,7 +184,7 @@ class ServerPool:
             rate = self.rates[backward]
             predicted = PATIENCE_FACTOR * rate * float(plan.work()[len(self.homes) + role]) if rate else (
                 UNMEASURED_SECONDS)
-            late = max(now - max(link.heard, began), self.running.get(owner, 0.0))
+            late = max(now - max(link.heard, began, self.followed), self.running.get(owner, 0.0))
             if late > max(self.patience_seconds, predicted):
                 self._report(owner, late, f"gave no results for {late:.1f} s")
             else:
@@ -278,7 +283,7 @@ class ServerPool:
     def _follow(self, view: View, message: Message) -> Outgoing:
         """Go over to a new view: let go of who is not in it any more, and send again what they owed."""
         gone = [one.rank for one in self.view.members if one.rank in self.links and view.member(one.rank) is None]
-        self.view = view
+        self.view, self.followed = view, time.perf_counter()     # new owners have had no time yet
         for rank in gone:
             if message["reason"] == "leave":                     # it closes, once it has run what it was given
                 self.links[rank].send({"kind": "released"})

@@ -95,6 +95,7 @@ class Ending:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, runs: int, backward: bool, after: bool, most: int = 1) -> None:
         self.runs, self.backward, self.after, self.most, self.ended = runs, backward, after, most, 0
+        self.gone: list[Any] = []                                # sessions, each once: more roles may wait for it
         self.lock, inner = threading.Lock(), Runner._run_if_complete
         ending = self
 
@@ -103,12 +104,15 @@ class Ending:
             session = getattr(runner.send, "__self__", None)
             if not hasattr(session, "server") or bool(about["backward"]) != ending.backward:
                 return inner(runner, number, role)
+            if session in ending.gone:
+                return None
             served = runner.served
             if ending.after:
                 inner(runner, number, role)
             with ending.lock:
                 ends = served >= ending.runs and ending.ended < ending.most
                 ending.ended += ends
+                ending.gone += [session] * ends
             if ends:
                 assert session is not None
                 session.server.leaving = True                    # it does not come back
@@ -231,8 +235,34 @@ def test_gaps_say_who_filled_them(monkeypatch: pytest.MonkeyPatch) -> None:
     with server_pools(HOMES, ROLES) as pools:
         began = time.perf_counter()
         run_calls(pools)
-        faults: Faults = pools[0].take_faults()
-        assert faults.gaps and pools[0].take_faults().gaps == []
-        for name, start_seconds, stop in faults.gaps:
+        faults: list[Faults] = [pool.take_faults() for pool in pools]
+        gaps = [gap for one in faults for gap in one.gaps]       # of the homes that waited for the lost server
+        assert gaps and pools[0].take_faults().gaps == []
+        for name, start_seconds, stop in gaps:
             assert "closed its connection; role" in name and "by rank" in name
             assert began < start_seconds <= stop < time.perf_counter()
+
+
+def test_a_home_that_closes_first_has_sent_what_the_others_wait_for(undisturbed: tuple[torch.dtype, Rows]) -> None:
+    """No server is there; the roles' results reach one home a while after the other, which closes at once."""
+    with server_pools(HOMES, ROLES, servers=0) as pools:
+        for pool in pools:
+            send = pool.runner.send
+
+            def late(rank: int, message: Any, payload: Any, pool: Any = pool, send: Any = send) -> None:
+                if message["kind"] == "result" and rank != pool.rank:
+                    time.sleep(0.2)
+                send(rank, message, payload)
+
+            pool.runner.send = late
+
+        def body(transport: LoopbackTransport) -> torch.Tensor:
+            attend = CoreAttention(transport=PoolTransport(transport, pools[transport.rank]), kernel="sdpa")
+            q, k, v = (x[row_index(LAYOUT, transport.rank)] for x in tensors_of(PLANS[0], torch.float64)[:3])
+            out = attend(q, k, v, PLANS[0])
+            pools[transport.rank].close()
+            return out
+
+        outs = LoopbackWorld(HOMES, timeout_seconds=30).run(body)
+    if undisturbed[0] is torch.float64:
+        assert all(torch.equal(out, row[0]) for out, row in zip(outs, undisturbed[1], strict=True))
