@@ -23,6 +23,7 @@ from tests.support.exchange_checks import ANYWHERE, AT_THE_END, ON_A_GPU, Ranks,
 from tests.support.processes import run_processes
 from tests.support.training import logged, small_run, train_each
 
+pytestmark = pytest.mark.timeout(600)  # the first test of a number of ranks waits for all that these do
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(),
                             reason="needs an NVIDIA GPU; torch.cuda.is_available() is False")
 MARKS = {"cuda": [pytest.mark.gpu, pytest.mark.multiprocess, NO_GPU],
@@ -32,8 +33,7 @@ DEEP: dict[str, Any] = {"model__layers": 8, "batch__micro_batches": 4, "attentio
 ALONE: dict[str, dict[str, Any]] = {                             # what one rank trains
     "flat": {}, "deep": DEEP, "tied": {**DEEP, "model__tied": True},
     "bf16": {"run__dtype": "bfloat16", "model__heads": 4, "model__head_dim": 64}}
-# By ranks: what they train alike, and settings. Dedicated ranks create fewer groups than others, and torch names groups
-# by their number, so a run with them is the last.
+# By ranks: what they train alike, and settings.
 RUNS: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
     1: {name: (name, {}) for name in ALONE},
     2: {"data": ("flat", {}),

@@ -9,12 +9,14 @@ import platform
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -149,6 +151,7 @@ def test_nodes_that_do_not_fit_the_ranks_are_refused() -> None:
 
 
 def as_two_nodes(transport: C10dTransport, cases: list[tuple[list[int], list[Plan]]]) -> list[float]:
+    dist.new_group([0, 1, 2], timeout=timedelta(seconds=20))     # ranks in more groups than the last one
     errors, attends = [], [CoreAttention(transport=over_nodes(transport, node)) for node, _ in cases]
     assert all(isinstance(attend.transport, HierarchicalTransport) for attend in attends)
     for attend, plan in [(attend, plan) for attend, (_, plans) in zip(attends, cases, strict=True) for plan in plans]:

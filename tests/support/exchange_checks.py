@@ -171,9 +171,10 @@ def dedicated_server(ranks: Ranks) -> None:
     """The last rank only serves, and is in no exchange of the others."""
     if (rows := ranks.size - 1) < 2:
         return
-    lengths = np.array([rows * 90])
+    lengths = np.array([int(ranks.lengths.sum()) // rows * rows])
     layout = pack(lengths, ranks=rows)
     plan = balance(layout, MODEL, tolerance=0.1, speed=np.ones(ranks.size))
+    assert (plan.tasks.server == rows).any()
     group, address = dist.new_group(range(rows)), list[Any]([None])
     if ranks.rank < rows:
         pool = connect_servers(C10dTransport(group), roles=1, secret=SECRET, device=ranks.device)
@@ -184,7 +185,7 @@ def dedicated_server(ranks: Ranks) -> None:
         return
     assert pool.pool.wait_for_servers(1, 60)
     attend = CoreAttention(transport=pool)
-    q, k, v, dout = (x[:rows * 90] for x in ranks.tensors(0, DIMS))
+    q, k, v, dout = (x[:lengths[0]] for x in ranks.tensors(0, DIMS))
     out, _, *rest = expected_attention(q, k, v, dout, TaskRows.documents(lengths))
     index = row_index(layout, ranks.rank).to(ranks.device)
     for _ in range(2):
@@ -223,9 +224,8 @@ def late_ranks(ranks: Ranks) -> None:
 def groups_and_streams(ranks: Ranks) -> None:
     """Between the phases, collectives of other groups are launched on another stream, in one order on all ranks."""
     half = ranks.size // 2
-    pair = dist.new_group([other for other in range(ranks.size) if other % half == ranks.rank % half],
-                          use_local_synchronization=True)
-    groups, side = (pair, dist.new_group()), torch.cuda.Stream() if ranks.on_gpu else None
+    pairs = [dist.new_group(range(first, ranks.size, half)) for first in range(half)]
+    groups, side = (pairs[ranks.rank % half], dist.new_group()), torch.cuda.Stream() if ranks.on_gpu else None
     attend, seen = CoreAttention(transport=ranks.transport), []
 
     def between() -> None:

@@ -3,18 +3,41 @@
 from __future__ import annotations
 
 import platform
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store, _world
 
 from distca.runtime.transport.interface import Handle, TransportError
 from distca.validation import UserError
 
 Lost = Callable[[RuntimeError], TransportError]  # turns torch.distributed's error into one with a remedy
+
+
+_SUBGROUPS: Counter[str] = Counter()  # made of each group so far
+
+
+def subgroup(group: dist.ProcessGroup, members: Sequence[int], backend: str) -> dist.ProcessGroup:
+    """Create a group of some of this group's ranks; every rank calls this at the same time, with its own members.
+
+    torch names the new group after its ranks and the number of groups that the calling process is in. Processes with
+    different names would wait for each other forever, so those in fewer groups first create groups of their own.
+    """
+    store, everyone, name = _get_default_store(), dist.get_process_group_ranks(group), group.group_name
+    _SUBGROUPS[name] += 1
+    key = f"distca/groups/{name}/{_SUBGROUPS[name]}"
+    store.set(f"{key}/{dist.get_rank()}", str(len(_world.pg_names)))
+    most = max(int(store.get(f"{key}/{rank}")) for rank in everyone)
+    device = torch.device("cuda" if "cuda:nccl" in dist.get_backend_config(group) else "cpu")
+    timeout = group._get_backend(device).options._timeout
+    while len(_world.pg_names) < most:
+        dist.new_group([dist.get_rank()], backend="gloo", timeout=timeout, use_local_synchronization=True)
+    return dist.new_group([everyone[member] for member in members], backend=backend, timeout=timeout,
+                          use_local_synchronization=True)
 
 
 class C10dTransport:
@@ -59,13 +82,8 @@ class C10dTransport:
             return [store.get(f"distca/host/{rank}").decode() for rank in dist.get_process_group_ranks(self.group)]
 
     def subgroup(self, members: Sequence[int]) -> C10dTransport:
-        """Return a transport over a new group of some of this group's ranks; all of these ranks must call this."""
-        everyone = dist.get_process_group_ranks(self.group)
-        config = dist.get_backend_config(self.group)
-        device = torch.device("cuda" if "cuda:nccl" in config else "cpu")
-        return C10dTransport(dist.new_group(
-            [everyone[member] for member in members], backend=config, use_local_synchronization=True,
-            timeout=self.group._get_backend(device).options._timeout))
+        """Return a transport over a new group of some of this group's ranks; every rank calls this, with its own."""
+        return C10dTransport(subgroup(self.group, members, dist.get_backend_config(self.group)))
 
     def lost(self, error: RuntimeError) -> TransportError:
         return TransportError(

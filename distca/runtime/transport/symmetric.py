@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
-from distca.runtime.transport.c10d import C10dTransport, initialized
+from distca.runtime.transport.c10d import C10dTransport, initialized, subgroup
 from distca.runtime.transport.interface import Handle, TransportError
 from distca.validation import UserError
 
@@ -152,9 +152,7 @@ def _with_gloo(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     whole = initialized(group)
     if "cpu:gloo" in dist.get_backend_config(whole):
         return whole
-    timeout = whole._get_backend(torch.device("cuda")).options._timeout
-    return dist.new_group(dist.get_process_group_ranks(whole), backend="gloo", timeout=timeout,
-                          use_local_synchronization=True)
+    return subgroup(whole, range(dist.get_world_size(whole)), "gloo")
 
 
 def _number(text: str) -> int:
