@@ -5,6 +5,7 @@ attention and then train all runs, one after the other, and leave what they foun
 gloo on CPUs (slow there), which tells a mistake in a test from one that only NCCL shows.
 """
 
+import json
 import time
 import traceback
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from distca.train.settings import Settings
 from distca.train.settings.checks import check_settings
 from tests.support.exchange_checks import ANYWHERE, AT_THE_END, ON_A_GPU, Ranks, ranks_on
 from tests.support.processes import run_processes
-from tests.support.training import logged, small_run, train_each
+from tests.support.training import logged, small_run, train, train_each
 
 pytestmark = pytest.mark.timeout(600)  # the first test of a number of ranks waits for all that these do
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(),
@@ -48,15 +49,16 @@ RUNS: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
         "four stages, same phase": ("deep", {"parallel__pipeline": 4, "parallel__schedule": "same_phase"}),
         "two stages of two": ("deep", {"parallel__pipeline": 2, "parallel__schedule": "interleaved_4",
                                        "model__recompute": "full"}),
-        "two stages of two, 1f1b": ("deep", {"parallel__pipeline": 2, "parallel__schedule": "1f1b"}),
-        "two stages and two servers": ("deep", {"parallel__pipeline": 2, "attention__dedicated": 2,
-                                                "parallel__schedule": "interleaved_1"})},
+        "two stages of two, 1f1b": ("deep", {"parallel__pipeline": 2, "parallel__schedule": "1f1b"})},
     8: {"data, in two hops": ("flat", {"attention__ranks_per_node": 4}),
         "stages, data and tensors": ("deep", {"parallel__pipeline": 2, "parallel__tensor": 2,
                                               "parallel__schedule": "interleaved_2",
-                                              "model__recompute": "selective"}),
-        "four servers": ("flat", {"attention__dedicated": 4})},
+                                              "model__recompute": "selective"})},
 }
+SERVED: dict[str, tuple[int, str, dict[str, Any]]] = {           # dedicated servers are processes outside the group
+    "two stages and two servers": (4, "deep", {"parallel__pipeline": 2, "attention__dedicated": 2,
+                                               "parallel__schedule": "interleaved_1"}),
+    "four servers": (8, "flat", {"attention__dedicated": 4})}
 CHECKS = {"cpu": (ANYWHERE, ()), "cuda": ((*ANYWHERE, *ON_A_GPU), AT_THE_END)}  # before and after the runs
 Seen = tuple[Path, str]  # what a number of ranks left, and how they ended
 
@@ -129,7 +131,23 @@ def test_training_has_the_losses_of_one_rank(
 ) -> None:
     (alone, _), (folder, ended), alike = seen(device, 1), seen(device, ranks), RUNS[ranks][name][0]
     assert (folder / name / "steps.jsonl").exists(), ended
-    steps, losses = (logged(folder / name, about) for about in ("step", "loss"))
+    assert compared(folder / name, alone, alike) == {"first steps": [1, 2], "resumed on another mesh": [3]}.get(
+        name, [1, 2, 3])
+
+
+@pytest.mark.parametrize(("device", "name"), [
+    pytest.param(device, name, marks=MARKS[device]) for device in CHECKS for name in SERVED])
+def test_servers_change_no_loss(device: str, name: str, seen: Callable[[str, int], Seen], tmp_path: Path) -> None:
+    (alone, _), (ranks, alike, values) = seen(device, 1), SERVED[name]
+    train(small_run(tmp_path, ranks, run__device=device, **{**BASE, **ALONE[alike], **values}))
+    assert compared(tmp_path, alone, alike) == [1, 2, 3]
+    members = json.loads((tmp_path / "members.json").read_text())["members"]
+    assert [one["role"] for one in members].count("server") == values["attention__dedicated"]
+
+
+def compared(folder: Path, alone: Path, alike: str) -> list[int]:
+    """The steps of a run, whose losses must be those of the same run on one rank."""
+    steps, losses = (logged(folder, about) for about in ("step", "loss"))
     expected = [logged(alone / alike, "loss")[step - 1] for step in steps]
     assert losses == pytest.approx(expected, abs=1e-2 if alike == "bf16" else 1e-5)
-    assert steps == {"first steps": [1, 2], "resumed on another mesh": [3]}.get(name, [1, 2, 3])
+    return steps

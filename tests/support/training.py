@@ -47,7 +47,7 @@ def outcomes_of(*runs: Settings, body: Callable[..., Any] = train_each) -> list[
     for settings in runs:
         check_settings(settings)
     return run_processes(runs[0].run.ranks, body, runs, timeout_seconds=120, deadline_seconds=280,
-                         in_group=num_training(runs[0], runs[0].run.ranks))
+                         nccl=runs[0].run.device == "cuda", in_group=num_training(runs[0], runs[0].run.ranks))
 
 
 def train(*runs: Settings, body: Callable[..., Any] = train_each) -> list[Any]:
