@@ -86,7 +86,11 @@ def test_figures_that_the_pages_say_are_those_of_the_results() -> None:
 
 @pytest.mark.multiprocess
 def test_the_notebook_runs_and_prints_what_it_was_saved_with(tmp_path: Path) -> None:
-    """Its cells in one program, without Jupyter; printed numbers within a hundredth of the saved ones, or 0.02."""
+    """Its cells in one program, without Jupyter; printed numbers within a hundredth of the saved ones, or 0.02.
+
+    Those by step are of the standard library's files, which are others in another Python: of two ranks, the slowest has
+    at most twice the mean.
+    """
     cells = [cell for cell in json.loads((ROOT / "examples/first_steps.ipynb").read_text(encoding="utf-8"))["cells"]
              if cell["cell_type"] == "code"]
     program = "import matplotlib\nmatplotlib.use('agg')\n" + "\n\n".join("".join(cell["source"]) for cell in cells)
@@ -95,9 +99,12 @@ def test_the_notebook_runs_and_prints_what_it_was_saved_with(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     saved = "".join("".join(output["text"]) for cell in cells for output in cell["outputs"] if "text" in output)
     assert NUMBER.sub("#", done.stdout) == NUMBER.sub("#", saved)
-    for now, then in zip(*([float(one.replace(",", "")) for one in NUMBER.findall(said)]
-                           for said in (done.stdout, saved)), strict=True):
-        assert now == pytest.approx(then, rel=0.01, abs=0.02)
+    for line, then in zip(done.stdout.splitlines(), saved.splitlines(), strict=True):
+        now, expected = ([float(one.replace(",", "")) for one in NUMBER.findall(said)] for said in (line, then))
+        if "by step" in line:
+            assert all(1 <= after <= before <= 2 for before, after in zip(now[::2], now[1::2], strict=True))
+        else:
+            assert now == pytest.approx(expected, rel=0.01, abs=0.02)
     steps = [json.loads(line) for line in (tmp_path / "runs/disaggregated/steps.jsonl").read_text().splitlines()]
     assert len(steps) == 10 and steps[-1]["loss"] < steps[0]["loss"]
     assert sum("image/png" in output.get("data", {}) for cell in cells for output in cell["outputs"]) == 2
