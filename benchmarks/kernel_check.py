@@ -7,7 +7,8 @@ Without torch's cache every tensor is an allocation of its own, whose ends memch
 
 Forward and backward for each head dim, with a window, a softcap or neither, in deterministic mode and out of it. Rows
 share keys, share queries, end off the tile, hold one token or nothing, and one row is long. On two multiprocessors each
-has many items, among them tall tiles with head dim 64; on all of them the long row's keys are split. Random numbers and
+has many items, among them tall tiles with head dim 64; on all of them the long row's keys are split, and the queries of
+a document's few key tiles. Random numbers and
 the expected results are made on the CPU, so that next to nothing but the kernel runs on the device. Ends with status 1
 where results differ.
 """
@@ -32,6 +33,7 @@ HEADS, KV_HEADS = 8, 2
 HEAD_DIMS = (64, 128, 192, 256)
 FEW_SMS = 2
 LONG = TaskRows.aligned([3], [144], [90], [4_000])  # in tiles of 128 or 80 keys, enough of them to be split
+WHOLE = TaskRows.documents([NUM_Q])  # of few key tiles with many queries
 SOFTCAP = 2.0  # some scores are beyond it
 VALUE_DIMS = {192: 128}  # of values, where it is not that of keys
 MOST = 0.01  # relative error, of which bfloat16 alone makes up to half
@@ -54,6 +56,7 @@ def cases(name: str) -> Iterator[tuple[Kernel, TaskRows, Scores]]:
         if scores.window is None:
             yield few, LONG, scores
             yield kernel, LONG, scores
+            yield kernel, WHOLE, scores
 
 
 def attend(

@@ -78,6 +78,8 @@ def cases(shrink: int = 1) -> Iterator[Case]:
         yield Case(server)
     yield Case(long, 4, 1)
     yield Case(long, 8, 1)
+    yield Case(documents(1, 16_384 // shrink), 8, 1)
+    yield Case(documents(1, 8_192 // shrink), 4, 1)
     yield Case(long, 32, 32, 64, 64)
     for dim, value_dim in ((256, 256), (192, 128)):
         yield Case(documents(1, 16_384 // shrink), 32, 8, dim, value_dim)

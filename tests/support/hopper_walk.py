@@ -61,22 +61,25 @@ def walk_forward(
 
 def walk_backward(
     packed: Packed, group: int, kv_heads: int, window: int | None, tile_keys: int = TILE_KEYS
-) -> Iterator[tuple[int, int, int, int, int, int, int, int, int, int]]:
-    """(head, k_first, k_count, block, q_first, q_count, k_begin, k_end, shift, pair) of every block an item visits.
+) -> Iterator[tuple[int, int, int, int, int, int, int, int, int, int, int]]:
+    """(head, k_first, k_count, part, block, q_first, q_count, k_begin, k_end, shift, pair) of every block visited.
 
-    The item's keys are [k_first, k_first + k_count), of which the task's are those inside [k_begin, k_end).
+    The item's keys are [k_first, k_first + k_count), of which the task's are those inside [k_begin, k_end). Parts of
+    items are counted from 1; a whole one is part 0.
     """
-    ints, (items_at, tasks_at, blocks_at) = packed[0].tolist(), packed[1]
+    ints, (items_at, tasks_at, merges_at, blocks_at) = packed[0].tolist(), packed[1]
+    assert blocks_at == merges_at + 4 * ints[3]
     assert len(ints) == blocks_at + 2 * ints[2]
     block_len = BLOCK_ROWS // group
     num_items, heads_outer, num_table_blocks = ints[:3]
     for item, head in work(num_items, kv_heads, heads_outer):
         k_first, k_count, num_blocks, task = ints[items_at + 4 * item : items_at + 4 * item + 4]
+        part, k_count = divmod(k_count, 256)
         assert 0 < k_count <= tile_keys
         assert num_blocks > 0
         while num_blocks > 0:
             at = tasks_at + 8 * task
-            assert at < blocks_at
+            assert at < merges_at
             q_begin, q_end, k_begin, k_end, shift, block_base, pair_base, _ = ints[at : at + 8]
             task += 1
             a, z = max(k_first, k_begin), min(k_first + k_count, k_end)
@@ -91,7 +94,7 @@ def walk_backward(
                 assert block_base + b < num_table_blocks
                 at = blocks_at + 2 * (block_base + b)
                 assert ints[at : at + 2] == [q_first, q_count], "the block's entry is not the task's block"
-                yield (head, k_first, k_count, block_base + b, q_first, q_count, k_begin, k_end, shift,
+                yield (head, k_first, k_count, part, block_base + b, q_first, q_count, k_begin, k_end, shift,
                        pair_base + b)
             num_blocks -= max(0, b1 + 1 - b0)
         assert num_blocks == 0, "an item ends inside a task"
@@ -163,7 +166,7 @@ def launch_forward(
             continue
         write_once(out[queries, heads], acc / total[..., None], written[queries, heads])
         lse[queries, heads] = top + total.log()
-    for head, q_first, q_count, numbers in merges(tables, kv_heads) if tables.tall is None else ():
+    for head, q_first, q_count, numbers in merges(tables.forward, kv_heads) if tables.tall is None else ():
         queries, heads = slice(q_first, q_first + q_count), slice(head * group, (head + 1) * group)
         tops, totals, accs = (torch.stack(x) for x in zip(*(parts.pop((n, head)) for n in numbers), strict=True))
         by = torch.exp(tops - tops.amax(dim=0))
@@ -174,12 +177,12 @@ def launch_forward(
     assert not parts, "parts that nobody merges"
 
 
-def merges(tables: Tables, kv_heads: int) -> Iterator[tuple[int, int, int, range]]:
-    """(head, q_first, q_count, parts) of every tile whose keys are split."""
-    ints, (*_, merges_at) = packed(tables.forward)
-    for q_first, q_count, first, count in ints[merges_at : merges_at + 4 * ints[2]].reshape(-1, 4).tolist():
+def merges(table: DeviceTable, kv_heads: int, count_at: int = 2) -> Iterator[tuple[int, int, int, range]]:
+    """(head, first token, tokens, parts) of every tile that has parts; `count_at` is where the header counts them."""
+    ints, (_, _, merges_at, *_) = packed(table)
+    for first, length, part, count in ints[merges_at : merges_at + 4 * ints[count_at]].reshape(-1, 4).tolist():
         for head in range(kv_heads):
-            yield head, q_first, q_count, range(first + 1, first + 1 + count)
+            yield head, first, length, range(part + 1, part + 1 + count)
 
 
 def launch_backward(
@@ -193,7 +196,7 @@ def launch_backward(
     lse = saved[-1]
     dout, q, k, v, out = (x.to(lse.dtype) for x in saved[:-1])
     dq, dk, dv = gradients
-    ints, (_, _, blocks_at) = packed(tables.backward)
+    ints, (*_, blocks_at) = packed(tables.backward)
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
     assert ints[2] == tables.num_blocks
     sums = lse.new_zeros((tables.num_blocks, kv_heads, BLOCK_ROWS // group, group, q.shape[2]))
@@ -201,7 +204,8 @@ def launch_backward(
     tiles = tiles_of(q.shape[2])
     walk = walk_backward(packed(tables.backward), group, kv_heads, window, tiles.backward_keys)
     places: dict[tuple[int, int], tuple[int, int, torch.Tensor]] = {}
-    for (head, k_first, k_count), blocks in groupby(walk, key=lambda visit: visit[:3]):
+    parts: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+    for (head, k_first, k_count, part), blocks in groupby(walk, key=lambda visit: visit[:4]):
         heads, tile = slice(head * group, (head + 1) * group), slice(k_first, k_first + k_count)
         dk_sum, dv_sum = (lse.new_zeros((k_count, x.shape[2])) for x in (k, v))
         for *_, block, q_first, q_count, k_begin, k_end, shift, pair in blocks:
@@ -219,8 +223,18 @@ def launch_backward(
                 assert 0 <= number < num_tiles
                 assert (head, first_place + number) not in places, "two gradients of scores have the same place"
                 places[head, first_place + number] = q_first, k_first, ds
+        if part:
+            assert (part, head) not in parts, "two work items are the same part"
+            parts[part, head] = dk_sum, dv_sum
+            continue
         write_once(dk[tile, head], dk_sum, written[tile, head])
         dv[tile, head] = dv_sum
+    for head, k_first, k_count, numbers in merges(tables.backward, kv_heads, count_at=3):
+        tile = slice(k_first, k_first + k_count)
+        dk_sum, dv_sum = (torch.stack(x).sum(dim=0) for x in zip(*(parts.pop((n, head)) for n in numbers), strict=True))
+        write_once(dk[tile, head], dk_sum, written[tile, head])
+        dv[tile, head] = dv_sum
+    assert not parts, "parts that nobody merges"
     if kept is not None:
         assert {place for _, place in places} == set(range(kept.num_places))
         write_dq_from(places, dq, k, kept, group)
@@ -256,7 +270,7 @@ def write_dq(
             parts[part, head] = total
         else:
             write_once(dq[queries, heads], total, written[queries, heads])
-    for head, q_first, q_count, numbers in merges(tables, kv_heads):
+    for head, q_first, q_count, numbers in merges(tables.forward, kv_heads):
         queries, heads = slice(q_first, q_first + q_count), slice(head * group, (head + 1) * group)
         write_once(dq[queries, heads], torch.stack([parts.pop((n, head)) for n in numbers]).sum(dim=0),
                    written[queries, heads])

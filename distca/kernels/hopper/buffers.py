@@ -106,7 +106,8 @@ class Tables:
     tall: DeviceTable | None  # the same with tall tiles, for forward only, if these are faster
     backward: DeviceTable
     num_blocks: int  # of queries in backward
-    num_parts: int  # of tiles whose keys are split
+    num_parts: int  # of tiles of queries whose keys are split
+    num_key_parts: int  # of tiles of keys whose queries are split, in backward
     num_sms: int  # multiprocessors that a launch uses
     kept: Kept | None
     counters: Counters
@@ -131,8 +132,8 @@ class Tables:
         copied = [table.ints for table in (forward_table, tall_table, backward_table) if table is not None]
         if kept is not None:
             copied.append(kept.table.ints)
-        return cls(forward_table, tall_table, backward_table, len(backward.blocks), forward.num_parts, num_sms, kept,
-                   Counters.of(copied, device))
+        return cls(forward_table, tall_table, backward_table, len(backward.blocks), forward.num_parts,
+                   backward.num_parts, num_sms, kept, Counters.of(copied, device))
 
     @cached_property
     def forward_numbers(self) -> tuple[int, ...]:
@@ -142,7 +143,7 @@ class Tables:
 
     @cached_property
     def backward_numbers(self) -> tuple[int, ...]:
-        """Arguments of a backward launch: address of its table, offsets of items, tasks, blocks."""
+        """Arguments of a backward launch: address of its table, offsets of items, tasks, merges, blocks."""
         return self.backward.ints.data_ptr(), *self.backward.offsets
 
     @cached_property

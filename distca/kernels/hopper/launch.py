@@ -18,7 +18,7 @@ from torch import Tensor
 from distca.kernels.hopper.buffers import Tables, multiprocessors
 from distca.kernels.hopper.driver import Function, Launch, TensorMap, tensor_map
 from distca.kernels.hopper.tables import BLOCK_ROWS, tokens_per_block
-from distca.kernels.hopper.variants import DIMS_TEXT, TILES, Masks, backward_kernels, forward_kernels, tiles_of
+from distca.kernels.hopper.variants import DIMS_TEXT, TILES, Masks, Mode, backward_kernels, forward_kernels, tiles_of
 from distca.kernels.interface import BackwardInputs, Scores, dims_text
 from distca.validation import UserError
 
@@ -73,30 +73,32 @@ def run_backward(
     """Fill dq, dk and dv of queries and keys that are in tasks.
 
     dQ is summed in memory with atomic adds. If it must be deterministic, if dS is kept, or if heads are wide, a
-    separate kernel computes it instead.
+    separate kernel computes it instead. dK and dV of tiles of keys whose queries are split are merged at the end.
     """
     dout, q, k, v, out, lse = saved
     dq, dk, dv = gradients
     tables, launches, window, softcap = kind.tables, kind.launches, kind.scores.window or 0, kind.scores.softcap or 0.0
-    kept, num_parts = tables.kept, tables.num_parts
+    kept, num_parts, num_key_parts = tables.kept, tables.num_parts, tables.num_key_parts
     deterministic = deterministic or kept is not None or launches.tiles.dq_apart
     stream = torch._C._cuda_getCurrentRawStream(launches.device_index)
     dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
-    mode = deterministic, deterministic and num_parts > 0 and kept is None, kept is not None
+    mode = Mode(deterministic, kept is not None, deterministic and num_parts > 0 and kept is None, num_key_parts > 0)
     call = launches.backward(get_ident(), stream, mode, (dout.data_ptr(), dout.stride()), (q.data_ptr(), q.stride()),
                              (k.data_ptr(), k.stride()), (v.data_ptr(), v.stride()))
     if call is None:
         saved = BackwardInputs(_contiguous(dout), _contiguous(q), _contiguous(k), _contiguous(v), out, lse)
         run_backward(saved, gradients, kind, scale, deterministic)
         return
-    before, main, after, merge = call
+    before, main, after, merge_keys, merge_dq = call
     kv_heads, num_numbers = launches.kv_heads, launches.num_numbers
     num_sums = (2 * num_parts if deterministic else tables.num_blocks) * BLOCK_ROWS * kv_heads * launches.q[2]
-    workspace = _floats(num_sums + 2 * num_numbers, launches.device)
-    dq_address, dq_sum = dq.data_ptr(), workspace.data_ptr()
-    lse_log2 = dq_sum + 4 * num_sums
+    num_key_sums = num_key_parts * kv_heads * launches.tiles.backward_keys * (launches.q[2] + launches.v[2])
+    workspace = _floats(num_sums + num_key_sums + 2 * num_numbers, launches.device)
+    dq_address, dk_address, dv_address, dq_sum = dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), workspace.data_ptr()
+    key_sums = dq_sum + 4 * num_sums
+    lse_log2 = key_sums + 4 * num_key_sums
     delta = lse_log2 + 4 * num_numbers
-    table, items_at, tasks_at, blocks_at = tables.backward_numbers
+    table, items_at, tasks_at, merges_at, blocks_at = tables.backward_numbers
     counter = tables.counters.address(stream) + 4
     before(out.data_ptr(), dout.data_ptr(), lse.data_ptr(), lse_log2, delta, num_numbers, dq_sum,
            0 if deterministic else num_sums // 4)
@@ -105,20 +107,22 @@ def run_backward(
         kept_table, (_, pairs_at) = kept.table.ints.data_ptr(), kept.table.offsets
         for first in range(0, kv_heads, kept.heads):
             some = first, min(kept.heads, kv_heads - first)
-            main(lse_log2, delta, places.data_ptr(), dk.data_ptr(), dv.data_ptr(), table, counter, items_at, tasks_at,
-                 kv_heads, scale, softcap, window, kept_table + 4 * pairs_at, kept.num_places, *some)
+            main(lse_log2, delta, places.data_ptr(), dk_address, dv_address, table, counter, items_at, tasks_at,
+                 kv_heads, scale, softcap, window, kept_table + 4 * pairs_at, kept.num_places, *some, key_sums)
             after(places.data_ptr(), dq_address, kept_table, counter + 4, pairs_at, kv_heads, scale, *some)
-        return
-    main(lse_log2, delta, dq_sum, dk.data_ptr(), dv.data_ptr(), table, counter, items_at, tasks_at, kv_heads, scale,
-         softcap, window, 0, 0, 0, kv_heads)
+    else:
+        main(lse_log2, delta, dq_sum, dk_address, dv_address, table, counter, items_at, tasks_at, kv_heads, scale,
+             softcap, window, 0, 0, 0, kv_heads, key_sums)
+    if merge_keys is not None:
+        merge_keys(dk_address, dv_address, key_sums, table, merges_at, kv_heads, scale)
     if not deterministic:
         after(dq_address, dq_sum, table, blocks_at, kv_heads, scale)
-        return
-    table, tiles_at, segments_at, merges_at = tables.dq_numbers
-    after(lse_log2, delta, dq_address, table, counter + 4, tiles_at, segments_at, kv_heads, scale, softcap, window,
-          dq_sum)
-    if merge is not None:
-        merge(dq_address, dq_sum, table, merges_at, kv_heads, scale)
+    elif kept is None:
+        table, tiles_at, segments_at, merges_at = tables.dq_numbers
+        after(lse_log2, delta, dq_address, table, counter + 4, tiles_at, segments_at, kv_heads, scale, softcap, window,
+              dq_sum)
+    if merge_dq is not None:
+        merge_dq(dq_address, dq_sum, table, merges_at, kv_heads, scale)
 
 
 Memory = tuple[int, tuple[int, ...]]  # address and strides of a tensor
@@ -157,16 +161,12 @@ class Launches:
         return kernel.launch(self.num_sms, stream, *maps), self._merge(merge, stream)
 
     def _backward(
-        self, thread: int, stream: int, mode: tuple[bool, bool, bool], dout: Memory, q: Memory, k: Memory, v: Memory
-    ) -> tuple[Launch, Launch, Launch, Launch | None] | None:
-        """Return the launches before the main kernel, of it, after it and, if dQ has parts, of merging them.
-
-        `mode` is whether dQ is deterministic, split, and computed from kept dS.
-        """
+        self, thread: int, stream: int, mode: Mode, dout: Memory, q: Memory, k: Memory, v: Memory
+    ) -> tuple[Launch, Launch, Launch, Launch | None, Launch | None] | None:
+        """Return the launches before the main kernel, of it, after it, and of merging parts of keys and of dQ."""
         self._check_dims()
         if not all(map(_mappable, (dout, q, k, v))):
             return None
-        deterministic, _, kept = mode
         kv_heads, tiles, group = self.kv_heads, self.tiles, self.q[1] // self.kv_heads
         dout_shape = torch.Size((*self.q[:2], self.v[2]))
         block_len = tokens_per_block(group)
@@ -180,13 +180,14 @@ class Launches:
             _key_map(v, self.v, tiles.backward_keys),
             _key_map(v, self.v, 1),
         )
-        before, main, after, *merge = backward_kernels(self.device, self.q[2], group, self.masks, *mode)
-        alone = () if not deterministic else maps[4:6] if kept else (
+        before, main, after, *merges = backward_kernels(self.device, self.q[2], group, self.masks, mode)
+        alone = () if not mode.deterministic else maps[4:6] if mode.kept else (
             _query_map(q, self.q, kv_heads), _query_map(dout, dout_shape, kv_heads),
             _key_map(k, self.k, tiles.dq_keys), maps[5], _key_map(v, self.v, tiles.dq_keys), maps[7])
         ends = 8 * multiprocessors(self.device)
         return (before.launch(ends, stream), main.launch(self.num_sms, stream, *maps),
-                after.launch(self.num_sms if deterministic else ends, stream, *alone), self._merge(merge, stream))
+                after.launch(self.num_sms if mode.deterministic else ends, stream, *alone),
+                self._merge(merges[:mode.keys_split], stream), self._merge(merges[mode.keys_split:], stream))
 
     def _merge(self, kernels: Sequence[Function], stream: int) -> Launch | None:
         return kernels[0].launch(MERGE_BLOCKS * self.num_sms, stream) if kernels else None

@@ -1,9 +1,10 @@
-"""Split the keys of one tile of queries over several work items of the Hopper kernel.
+"""Split the keys of one tile of queries, or the queries of one tile of keys, over several work items.
 
-Without splitting, one work item walks all keys of a tile, so a few tiles with very many keys leave most multiprocessors
-idle. A part of a tile is an ordinary work item that walks some of the tile's iterations; its segments are the tile's,
-cut at key tiles. It stores its sums in float32, and a last kernel merges the parts of a tile in order, so results are
-reproducible. distca.cost.dealing decides which tiles are split, and into how many parts.
+Without splitting, one work item of the Hopper kernel walks all keys of a tile of queries, in backward all queries of a
+tile of keys, so a few tiles with very many of them leave most multiprocessors idle. A part of a tile is an ordinary work
+item that walks some of the tile's iterations; its segments (in backward its tasks) are the tile's, cut at tiles of keys
+(blocks of queries). It stores its sums in float32, and a last kernel merges the parts of a tile in order, so results
+are reproducible. distca.cost.dealing decides which tiles are split, and into how many parts.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ MERGE_STEPS = 8.0  # cost of merging (its launch and memory traffic), in iterati
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Iterations over key tiles, tile by tile: columns of [tile, segment pairs]."""
+    """Iterations of tiles, tile by tile: columns of [tile, segment pairs]; what is walked are tiles of keys or blocks."""
 
     tile: np.ndarray
     segment: np.ndarray
     num_steps: np.ndarray
-    end: np.ndarray  # first key tile walked in the segment, plus 1; tiles are walked backwards
+    end: np.ndarray  # what is walked first in the segment, plus 1; it is walked backwards
+
+
+NO_STEPS = Steps(*np.zeros((4, 0), dtype=np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +42,18 @@ class Split:
     num_steps: np.ndarray      # [items]
     segment_begin: np.ndarray  # [items] segments of parts follow all others
     from_segment: np.ndarray   # [part segments]
-    k_begin: np.ndarray        # [part segments]
-    k_end: np.ndarray          # [part segments]
+    begin: np.ndarray          # [part segments] first key, or first query
+    end: np.ndarray            # [part segments]
 
     @classmethod
     def of(
-        cls, parts: np.ndarray, num_steps: np.ndarray, segment_begin: np.ndarray, walked: Steps, k_begin: np.ndarray,
-        k_end: np.ndarray, tile_keys: int,
+        cls, parts: np.ndarray, num_steps: np.ndarray, segment_begin: np.ndarray, walked: Steps,
+        first: np.ndarray, stop: np.ndarray, step_len: int,
     ) -> Split:
-        """Split each tile into `parts` [tiles], equal up to one iteration; k_begin and k_end are per segment."""
+        """Split each tile into `parts` [tiles], equal up to one iteration of `step_len` keys or queries.
+
+        Keys or queries [first, stop) are those of a segment.
+        """
         item_tile, item_part = spread(parts)
         is_part = parts[item_tile] > 1
         item_begin = _begin(item_part, parts[item_tile], num_steps[item_tile])
@@ -56,32 +63,37 @@ class Split:
         before = (np.cumsum(walked.num_steps) - walked.num_steps)[some]
         before -= (np.cumsum(num_steps) - num_steps)[walked.tile[some]]
         count, of_parts, of_steps = (x[some] for x in (walked.num_steps, parts[walked.tile], num_steps[walked.tile]))
-        first = _part_of(before, of_parts, of_steps)
-        pair, number = spread(_part_of(before + count - 1, of_parts, of_steps) + 1 - first)
-        part, tile = first[pair] + number, walked.tile[some][pair]
+        lowest = _part_of(before, of_parts, of_steps)
+        pair, number = spread(_part_of(before + count - 1, of_parts, of_steps) + 1 - lowest)
+        part, tile = lowest[pair] + number, walked.tile[some][pair]
         order = np.lexsort((pair, part, tile))
         pair, part, tile = pair[order], part[order], tile[order]  # [part segments] grouped by part
         item = (np.cumsum(parts) - parts)[tile] + part
         begin = np.maximum(item_begin[item], before[pair]) - before[pair]
         end = np.minimum(item_end[item], (before + count)[pair]) - before[pair]
         from_segment, top = walked.segment[some][pair], walked.end[some][pair]
-        own_begin = len(k_begin) + np.searchsorted(item, np.arange(len(item_tile)))
+        own_begin = len(first) + np.searchsorted(item, np.arange(len(item_tile)))
         return cls(
             item_tile, item_part, np.cumsum(is_part) * is_part, item_end - item_begin,
             np.where(is_part, own_begin, segment_begin[item_tile]), from_segment,
-            k_begin[from_segment] + (top - end) * tile_keys,
-            np.minimum(k_end[from_segment], k_begin[from_segment] + (top - begin) * tile_keys),
+            first[from_segment] + (top - end) * step_len,
+            np.minimum(stop[from_segment], first[from_segment] + (top - begin) * step_len),
         )
 
 
-def num_parts(num_steps: np.ndarray, walked: Steps, kv_heads: int, num_sms: int) -> np.ndarray:
-    """Return the number of parts of each tile, 1 if its keys are not split."""
-    whole = np.ones(len(num_steps), dtype=np.int64)
+def ends_late(num_steps: np.ndarray, kv_heads: int, num_sms: int) -> bool:
+    """Return whether whole tiles may end late: when the last does, if each begins after an even spread of all before."""
     length = -np.sort(-num_steps)
-    even = kv_heads * float(length.sum()) / num_sms
-    end = (kv_heads * np.cumsum(length) - length) / num_sms + length  # latest end, if items before are spread evenly
+    end = (kv_heads * np.cumsum(length) - length) / num_sms + length
+    return bool(end.max(initial=0) * num_sms > WORTH * kv_heads * float(length.sum()))
+
+
+def num_parts(num_steps: np.ndarray, walked: Steps, kv_heads: int, num_sms: int) -> np.ndarray:
+    """Return the number of parts of each tile, 1 if it is not split."""
+    whole = np.ones(len(num_steps), dtype=np.int64)
+    even = kv_heads * float(num_steps.sum()) / num_sms
     most_segments = MOST_PARTS * num_sms // kv_heads
-    if end.max(initial=0) <= WORTH * even or most_segments < 2:
+    if most_segments < 2 or not ends_late(num_steps, kv_heads, num_sms):
         return whole
     long = np.flatnonzero(num_steps * 16 >= even)                # few; the others fill gaps
     items = np.repeat(num_steps[long], kv_heads)

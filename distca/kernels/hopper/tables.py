@@ -10,7 +10,7 @@ index q sees the key at buffer index k iff
 
     k_begin <= k < k_end   and   k <= q + shift   and, with a window w,   k > q + shift - w.
 
-If a few tiles of queries would delay the end of a launch, their keys are split (split.py).
+If a few tiles would delay the end of a launch, what they walk is split into parts (split.py).
 
 There are three ways to compute dQ. Atomic adds in memory have no fixed order, and need a float32 workspace, zeroing it
 and a last pass over it, however few keys there are. A separate dQ kernel has a fixed order but computes scores and dP
@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from distca.columns import spread
-from distca.kernels.hopper.split import Split, Steps, num_parts
+from distca.kernels.hopper.split import NO_STEPS, Split, Steps, ends_late, num_parts
 from distca.kernels.interface import TaskRows
 from distca.validation import UserError
 
@@ -69,17 +69,26 @@ class ForwardTables:
 
 @dataclass(frozen=True, slots=True)
 class BackwardTables:
-    """Tiles of keys, long ones first; the tasks whose queries they walk; and all blocks of queries."""
+    """Tiles of keys or parts of them, long ones first; the tasks that they walk; tiles to merge; blocks of queries.
+
+    A part's number, counted from 1, times 256 is added to its k_count. Tasks of a part belong to it only.
+    """
 
     items: np.ndarray                                            # [items, 4] k_first, k_count, num_blocks, task_begin
     tasks: np.ndarray                                            # [tasks, 8] q_begin, q_end, k_begin, k_end, shift,
                                                                  #            block_base, pair_base, 0
+    merges: np.ndarray                                           # [split tiles, 4] k_first, k_count, first part, parts
     blocks: np.ndarray                                           # [blocks, 2] q_first, q_count
     heads_outer: bool                                            # all items of one KV head before the next head's
 
+    @property
+    def num_parts(self) -> int:
+        return int(self.merges[:, 3].sum())
+
     def pack(self) -> tuple[np.ndarray, tuple[int, ...]]:
-        """Return one flat int32 array, and the offsets of items, tasks and blocks in it."""
-        return _packed((len(self.items), self.heads_outer, len(self.blocks)), self.items, self.tasks, self.blocks)
+        """Return one flat int32 array, and the offsets of items, tasks, merges and blocks in it."""
+        return _packed((len(self.items), self.heads_outer, len(self.blocks), len(self.merges)),
+                       self.items, self.tasks, self.merges, self.blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +160,11 @@ def forward_tables(
     classes = length_class(num_steps, kv_heads * int(num_steps.sum()), num_sms)
     order = np.lexsort((tile, split.part, piece[tile], -classes))  # parts with the same keys adjacent
     nothing = np.zeros(len(cut.shift) + len(split.from_segment), dtype=np.int64)
-    is_split = parts > 1
     return ForwardTables(
         table_of((q_first[tile], q_count[tile] + 256 * split.slot, num_steps, split.segment_begin), order),
-        table_of((np.append(cut.k_begin, split.k_begin), np.append(cut.k_end, split.k_end),
+        table_of((np.append(cut.k_begin, split.begin), np.append(cut.k_end, split.end),
                   np.append(cut.shift, cut.shift[split.from_segment]), nothing)),
-        table_of((q_first[is_split], q_count[is_split], (np.cumsum(parts * is_split) - parts)[is_split],
-                  parts[is_split])),
+        merges_of(parts, q_first, q_count),
         int(num_steps.sum()) >= 2 * num_sms * int(num_steps.max(initial=0)),  # keeps a head's keys in cache
     )
 
@@ -193,16 +200,46 @@ def backward_tables(
     pair_base = np.cumsum(pair_count) - pair_count               # [tasks] in KeptTables.pairs
     task_order = np.lexsort((-cut.k_end, region))
     task_count = np.bincount(region, minlength=len(region_begin))
-    task_begin = np.cumsum(task_count) - task_count              # [regions]
-    item_order = np.argsort(-length_class(num_blocks, kv_heads * int(num_blocks.sum()), num_sms), kind="stable")
-    nothing = np.zeros_like(cut.shift)
+    task_begin = (np.cumsum(task_count) - task_count)[item_region]
+    q_begin, q_end = cut.q_begin[cut.piece][task_order], cut.q_end[cut.piece][task_order]
+    late = ends_late(num_blocks, kv_heads, num_sms)
+    walked = _walked(cut, task_order, first_item[region], k_first, k_count, block_len, window) if late else NO_STEPS
+    parts = num_parts(num_blocks, walked, kv_heads, num_sms)
+    split = Split.of(parts, num_blocks, task_begin, walked, q_begin, q_end, block_len)
+    item, num_blocks = split.tile, split.num_steps               # now parts included
+    order = np.lexsort((item, split.part, -length_class(num_blocks, kv_heads * int(num_blocks.sum()), num_sms)))
+    base = np.concatenate([np.zeros_like(q_begin), (split.begin - q_begin[split.from_segment]) // block_len])
+    task = np.append(task_order, task_order[split.from_segment])
     return BackwardTables(
-        table_of((k_first, k_count, num_blocks, task_begin[item_region]), item_order),
-        table_of((cut.q_begin[cut.piece], cut.q_end[cut.piece], cut.k_begin, cut.k_end, cut.shift,
-                  block_base[cut.piece], pair_base, nothing), task_order),
+        table_of((k_first[item], k_count[item] + 256 * split.slot, num_blocks, split.segment_begin), order),
+        table_of((np.append(q_begin, split.begin), np.append(q_end, split.end), cut.k_begin[task], cut.k_end[task],
+                  cut.shift[task], block_base[cut.piece][task] + base, pair_base[task] + base, np.zeros_like(task))),
+        merges_of(parts, k_first, k_count),
         table_of((q_first, q_count)),
-        heads_in_turn(num_blocks[item_order], kv_heads, num_sms),
+        heads_in_turn(num_blocks[order], kv_heads, num_sms),
     )
+
+
+def _walked(
+    cut: Cut, task_order: np.ndarray, first_item: np.ndarray, k_first: np.ndarray, k_count: np.ndarray, block_len: int,
+    window: int | None,
+) -> Steps:
+    """Return the blocks that each item walks, task by task in `task_order`; first_item is of a task's region."""
+    region_begin, tile_keys = k_first[first_item], int(k_count.max())
+    begin = first_item + (cut.k_begin - region_begin) // tile_keys
+    task, number = spread(first_item + ceil_div(cut.k_end - region_begin, tile_keys) - begin)
+    item = begin[task] + number
+    q_begin, q_end, shift = cut.q_begin[cut.piece][task], cut.q_end[cut.piece][task], cut.shift[task]
+    low = np.maximum(k_first[item], cut.k_begin[task])
+    high = np.minimum(np.minimum((k_first + k_count)[item], cut.k_end[task]), q_end + shift)
+    first = np.maximum(0, low - shift - q_begin) // block_len    # as the kernel finds them: backward_tasks.cuh
+    stop = ceil_div(q_end - q_begin, block_len)
+    if window is not None:
+        stop = np.minimum(stop, ceil_div(np.maximum(0, high + window - 1 - shift - q_begin), block_len))
+    place = np.argsort(task_order)[task]
+    kept = np.flatnonzero((low < high) & (first < stop))
+    kept = kept[np.lexsort((place[kept], item[kept]))]
+    return Steps(item[kept], place[kept], (stop - first)[kept], stop[kept])
 
 
 def kept_tables(
@@ -307,6 +344,12 @@ def heads_in_turn(length: np.ndarray, kv_heads: int, num_sms: int) -> bool:
     total = int(length.sum())
     end = ((kv_heads - 1) * total + np.cumsum(length) - length) / num_sms + length
     return bool(end.max(initial=0) <= LATE * max(kv_heads * total / num_sms, int(length.max(initial=0))))
+
+
+def merges_of(parts: np.ndarray, first: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """Return the table of tiles that have parts: what they begin with and hold, their first part, their parts."""
+    is_split = parts > 1
+    return table_of((first, count, np.cumsum(parts * is_split) - parts, parts), np.flatnonzero(is_split))
 
 
 def ceil_div(length: Any, part: int) -> Any:

@@ -89,6 +89,15 @@ class Masks(NamedTuple):
         return {"WINDOWED": self.windowed} | ({"SOFTCAP": 1} if self.capped else {})
 
 
+class Mode(NamedTuple):
+    """What launches backward consists of."""
+
+    deterministic: bool  # dQ is not added up in memory
+    kept: bool  # it is computed from kept dS, else by the separate dQ kernel
+    dq_split: bool  # tiles of that kernel have parts
+    keys_split: bool  # tiles of keys have parts
+
+
 @functools.cache
 def forward_kernels(
     device: torch.device, head_dim: int, group: int, masks: Masks, split: bool, is_tall: bool
@@ -107,32 +116,39 @@ def forward_kernels(
 
 @functools.cache
 def backward_kernels(
-    device: torch.device, head_dim: int, group: int, masks: Masks, deterministic: bool, split: bool, kept: bool
+    device: torch.device, head_dim: int, group: int, masks: Masks, mode: Mode
 ) -> list[Function]:
-    """Return the kernel that runs before the main one, the main one, and the kernels that compute dQ.
+    """Return the kernel that runs before the main one, the main one, the one that computes dQ, and those that merge.
 
-    dQ comes from one kernel: it writes the atomic sums, or is the separate dQ kernel, or computes dQ from kept dS. The
-    separate kernel is followed by one that merges parts if keys of tiles are split.
+    dQ's kernel writes the atomic sums, or is the separate dQ kernel, or computes dQ from kept dS. If tiles have parts,
+    one kernel merges those of keys, and then one those of dQ.
     """
     tiles = tiles_of(head_dim)
     defines = {"D": head_dim, "DV": tiles.value_dim, "G": group, **masks.defines}
-    blocks = {"KEYS": tiles.backward_keys, "BLOCKS": tiles.backward_blocks, "WITH_DQ": not deterministic,
-              "DS_OUT": kept}
-    before, main, write_dq = _loaded(device, tiles.backward, defines | blocks, {
+    blocks = {"KEYS": tiles.backward_keys, "BLOCKS": tiles.backward_blocks, "WITH_DQ": not mode.deterministic,
+              "DS_OUT": mode.kept}
+    signatures = {
         "attention_delta": ("PPPPP" "qPq", 256, 0),
-        "attention_backward": ("TTTTTTTT" "PPPPPPP" "iiiffi" "Piii", WARPGROUP * (tiles.backward_blocks + 1),
+        "attention_backward": ("TTTTTTTT" "PPPPPPP" "iiiffi" "PiiiP", WARPGROUP * (tiles.backward_blocks + 1),
                                SHARED_BYTES),
         "attention_write_dq": ("PPP" "iif", 256, 0),
-    })
-    if not deterministic:
-        return [before, main, write_dq]
-    if kept:
+    }
+    sources, split = tiles.backward, {"SPLIT": 1}
+    if mode.keys_split:
+        sources, blocks = (*sources, MERGE), blocks | split
+        signatures["attention_merge_keys"] = ("PPPP" "iif", WARPGROUP, 0)
+    before, main, write_dq, *merge_keys = _loaded(device, sources, defines | blocks, signatures)
+    if not mode.deterministic:
+        return [before, main, write_dq, *merge_keys]
+    if mode.kept:
         defines |= {"KEYS": tiles.backward_keys, "BLOCKS": tiles.kept_blocks}
         return [before, main, *_loaded(device, tiles.kept_dq, defines, {
-            "attention_kept_dq": ("TT" "PPPP" "iifii", WARPGROUP * (tiles.kept_blocks + 1), SHARED_BYTES)})]
+            "attention_kept_dq": ("TT" "PPPP" "iifii", WARPGROUP * (tiles.kept_blocks + 1), SHARED_BYTES)}), *merge_keys]
     defines |= {"KEYS": tiles.dq_keys, "TABLE_KEYS": tiles.forward_keys}
-    signatures = {"attention_dq": ("TTTTTT" "PPPPP" "iiiffi" "P", 3 * WARPGROUP, SHARED_BYTES)}
-    if not split:
-        return [before, main, *_loaded(device, tiles.backward_dq, defines, signatures)]
-    signatures["attention_merge_dq"] = ("PPP" "iif", WARPGROUP, 0)
-    return [before, main, *_loaded(device, (*tiles.backward_dq, MERGE), {**defines, "SPLIT": 1}, signatures)]
+    sources, signatures = tiles.backward_dq, {
+        "attention_dq": ("TTTTTT" "PPPPP" "iiiffi" "P", 3 * WARPGROUP, SHARED_BYTES)}
+    if mode.dq_split:
+        sources, defines = (*sources, MERGE), defines | split
+        signatures["attention_merge_dq"] = ("PPP" "iif", WARPGROUP, 0)
+    dq, *merge_dq = _loaded(device, sources, defines, signatures)
+    return [before, main, dq, *merge_keys, *merge_dq]

@@ -23,7 +23,7 @@ from distca.kernels.hopper import launch as hopper_launch
 from distca.kernels.hopper import variants as hopper_variants
 from distca.kernels.hopper.kernel import HopperKernel, HopperTasks
 from distca.kernels.hopper.tables import TILE_BLOCKS
-from distca.kernels.hopper.variants import TILES, Masks
+from distca.kernels.hopper.variants import TILES, Masks, Mode
 from distca.kernels.interface import BackwardInputs
 from tests.support import hopper_walk
 from tests.support.attention import determinism, task_rows
@@ -156,13 +156,16 @@ def test_sources_compile_without_serialised_products(head_dim: int, group: int, 
             for is_tall in heights:
                 forward: Any = hopper_variants.forward_kernels.__wrapped__(device, *shape, masks, split, is_tall)
                 assert [x.name for x in forward] == ["attention_forward", "attention_merge"][:1 + split]
+            merge_keys = ["attention_merge_keys"] * split
             for deterministic in (False, True):
-                backward: Any = hopper_variants.backward_kernels.__wrapped__(
-                    device, *shape, masks, deterministic, split and deterministic, False)
-                last = ["attention_dq", "attention_merge_dq"][:1 + split] if deterministic else ["attention_write_dq"]
-                assert [x.name for x in backward] == ["attention_delta", "attention_backward", *last]
+                mode = Mode(deterministic, False, split and deterministic, split)
+                backward: Any = hopper_variants.backward_kernels.__wrapped__(device, *shape, masks, mode)
+                last = "attention_dq" if deterministic else "attention_write_dq"
+                merge_dq = ["attention_merge_dq"] * mode.dq_split
+                assert [x.name for x in backward] == ["attention_delta", "attention_backward", last, *merge_keys, *merge_dq]
             if keeps:
-                backward = hopper_variants.backward_kernels.__wrapped__(device, *shape, masks, True, False, True)
-                assert [x.name for x in backward][1:] == ["attention_backward", "attention_kept_dq"]
-    assert len(list(tmp_path.rglob("*.cubin"))) == 8 + 4 * len(heights) + 4 * keeps
+                mode = Mode(True, True, False, split)
+                backward = hopper_variants.backward_kernels.__wrapped__(device, *shape, masks, mode)
+                assert [x.name for x in backward][1:] == ["attention_backward", "attention_kept_dq", *merge_keys]
+    assert len(list(tmp_path.rglob("*.cubin"))) == EXPECTED
     assert not re.search(r"C751[0-5]|serialized", caplog.text)

@@ -1,4 +1,4 @@
-"""Keys of long tiles split over thread blocks, on a Hopper GPU: exact, and the same bits every time.
+"""Keys, and in backward queries, of long tiles split over thread blocks, on a Hopper GPU: exact, the same bits always.
 
 Every batch here is one whose tables say that tiles are split; test_split.py says when they are.
 """
@@ -114,6 +114,46 @@ def test_parts_of_single_steps(
         assert num_parts(rows, (heads, kv_heads, dim), window) > 0
         with determinism():
             assert_exact(attend(HOPPER, tensors, rows, window), tensors, rows, window)
+
+
+MANY_QUERIES = {
+    "one document": (TaskRows.documents([3_001]), None),
+    "documents": (TaskRows.documents([2_500, 1, 0, 777, 129]), None),
+    "window": (TaskRows.documents([3_001]), 2_222),
+    "a prefix that shards share": (shards(5, 600, 700), None),
+    "queries in several rows": (task_rows([0, 0, 1_500], [2_000, 2_000, 3_000], [0, 900, 1_400], [900, 1_400, 2_300],
+                                          [1_400, 900, 600]), None),
+}
+
+
+@pytest.mark.parametrize(("dim", "heads", "kv_heads"), SHAPES)
+@pytest.mark.parametrize("name", MANY_QUERIES)
+def test_split_queries_are_exact(compiled: None, name: str, dim: int, heads: int, kv_heads: int) -> None:
+    """dK and dV of tiles of few keys, which many queries see: added up by several thread blocks, in their order."""
+    rows, window = MANY_QUERIES[name]
+    tensors = random_inputs(int(rows.q_end.max()), int(rows.k_end.max()), heads, kv_heads, dim)
+    prepared = HOPPER.prepare(rows, GPU, Scores(window=window))
+    assert prepared.kind(*tensors[:3]).tables.num_key_parts > 0
+    actual = attend(HOPPER, tensors, rows, window)
+    assert_exact(actual, tensors, rows, window)
+    again = attend(HOPPER, tensors, rows, window)
+    assert all(torch.equal(a, e) for a, e in zip(again[3:], actual[3:], strict=True))
+    with determinism():
+        assert_exact(attend(HOPPER, tensors, rows, window), tensors, rows, window)
+
+
+@pytest.mark.parametrize("softcap", [None, 4.0])
+@pytest.mark.parametrize("dim", [128, 192, 256])
+def test_split_queries_with_kept_ds(dim: int, softcap: float | None) -> None:
+    """On 66 multiprocessors tiles of 64 or 128 keys are late and those of queries are not."""
+    kernel, rows = HopperKernel(num_sms=66), TaskRows.documents([4_000, 50])
+    tensors = random_inputs(4_050, 4_050, 8, 1, dim)
+    with determinism():
+        tables = kernel.prepare(rows, GPU, Scores(softcap=softcap)).kind(*tensors[:3]).tables
+        assert tables.kept is not None and tables.num_key_parts > 0
+        actual, again = (attend(kernel, tensors, rows, softcap=softcap) for _ in range(2))
+    assert_exact(actual, tensors, rows, softcap=softcap)
+    assert all(torch.equal(a, e) for a, e in zip(again, actual, strict=True))
 
 
 def test_split_calls_neither_allocate_nor_wait() -> None:

@@ -16,8 +16,8 @@
 // Without WITH_DQ dS stays in registers too. With DS_OUT dS is stored in memory and `kept_dq.cu` computes dQ from it;
 // otherwise `backward_dq.cu` computes dQ.
 
-INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk, bf16* dv, int half, int kv_heads,
-                    float scale, const Scaling& scaling, int window) {
+INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk, bf16* dv, float4* part_sums, int half,
+                    int kv_heads, float scale, const Scaling& scaling, int window) {
     const u32 thread = threadIdx.x & 127, warp = thread >> 5, lane = threadIdx.x & 31;
     const int row = half * 64 + 16 * warp + lane / 4;
     const u32 columns = 2 * (lane & 3) * 4;  // bytes to this lane's first column
@@ -62,7 +62,7 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
                 if (masked) hide(s, load_said(base + AT_BLOCKS + 32 * ring.stage), row, window, lane, hidden);
             };
             if constexpr (SOFTCAP) {  // p is free: its product has ended
-                cap(s, scaling.tangent);
+                cap_roughly(s, scaling.tangent);
                 hide_unseen(HIDDEN_TANGENT);
                 exponentiate_capped(s, p, lse, scaling.log2);
             } else {
@@ -238,10 +238,16 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
             free.advance();
             wait(barriers.ds_empty(free.stage), free.empty());
         }
-        write_keys(dv, my_ds, dv_sum, 1.f, tile, half, kv_heads, warp, lane);
-        __syncwarp();
-        write_keys(dk, my_ds, dk_sum, scale, tile, half, kv_heads, warp, lane);
-        __syncwarp();
+        if (SPLIT && is_part(tile)) {
+            float4* sums = part_sums + part_block<KEY_BLOCKS>(tile, half, kv_heads) * KEY_SUMS;
+            write_part(sums, dk_sum, 0);
+            write_part(sums + DV_SUMS_AT, dv_sum, 0);
+        } else {
+            write_keys(dv, my_ds, dv_sum, 1.f, tile, half, kv_heads, warp, lane);
+            __syncwarp();
+            write_keys(dk, my_ds, dk_sum, scale, tile, half, kv_heads, warp, lane);
+            __syncwarp();
+        }
     }
 }
 
@@ -277,6 +283,6 @@ extern "C" __global__ void __launch_bounds__(128 * (BLOCKS + 1), 1)
         }
     } else {
         take_registers<BLOCKS == 3 ? 160 : WITH_DQ || DS_OUT ? 240 : 232>();
-        compute(base, barriers, dq_sum, dk, dv, warpgroup - 1, kv_heads, scale, {scale, softcap}, window);
+        compute(base, barriers, dq_sum, dk, dv, part_sums, warpgroup - 1, kv_heads, scale, {scale, softcap}, window);
     }
 }

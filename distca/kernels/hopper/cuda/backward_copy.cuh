@@ -56,7 +56,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
         const int head_place = head * head_places;
         head += heads.first;
         const int4 tile = entries[entry];
-        const int k_first = tile.x, k_end = tile.x + tile.y;
+        const int k_first = tile.x, k_count = count_of(tile.y), k_end = k_first + k_count;
         int left = tile.z;
         for (int number = tile.w; left > 0; number++) {
             const Task task = {tasks[2 * number], tasks[2 * number + 1]};
@@ -93,7 +93,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
                     wait(barriers.keys_empty(slot), slots.empty());
                     if (lane == 0) *said = make_int4(tile.x, tile.y, tile.z, head);
                     copy_keys(base + AT_KEYS + slot * KEY_TILE, maps.keys, maps.key_rows, barriers.keys_full(slot),
-                              k_first, tile.y, head, lane);
+                              k_first, k_count, head, lane);
                 }
                 wait(barriers.douts_empty(stage), ring.empty());
                 copy_queries(at + ROW_TILE, maps.douts, maps.dout_rows, barriers.douts_full(stage), q_first, q_count,
@@ -103,7 +103,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
                 if (left == tile.z) {
                     wait(barriers.values_empty(), values_empty);
                     values_empty ^= 1;
-                    copy_keys(base + AT_VALUES, maps.values, maps.value_rows, barriers.values_full(), k_first, tile.y,
+                    copy_keys(base + AT_VALUES, maps.values, maps.value_rows, barriers.values_full(), k_first, k_count,
                               head, lane);
                 }
                 ring.advance();

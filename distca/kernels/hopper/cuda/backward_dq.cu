@@ -63,7 +63,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
             }
         }
         if (tile.z == 0) return;
-        const int q_first = tile.x, q_end = tile.x + queries_of(tile.y);
+        const int q_first = tile.x, q_end = tile.x + count_of(tile.y);
         int left = tile.z;  // in forward's key tiles
         bool is_first = true;
         for (int number = tile.w; left > 0; number++) {
@@ -153,7 +153,7 @@ INLINE void compute(u32 base, const Barriers& barriers, const float* lse, const 
             products_begin();
             issue_rows<DV>(dp, douts, ROW_PANEL, base + AT_VALUES + value_ring.stage * VALUE_TILE, KEY_PANEL);
             const u32 values_full = barriers.values_full(value_ring.stage);
-            if (SOFTCAP) cap(s, behind(scaling.tangent, values_full, value_ring.full));
+            if (SOFTCAP) cap_roughly(s, behind(scaling.tangent, values_full, value_ring.full));
             exponentiate(s, lse0, lse1, SOFTCAP ? scaling.log2 : behind(scaling.log2, values_full, value_ring.full));
             if (step.z) hide_keys(s, 0, step, token0, token1, window, lane);
             products_wait<0>();

@@ -56,7 +56,7 @@ INLINE void write_keys(bf16* out, u32 staging, const float (&x)[D / 2], float fa
     for (int i = 0; i < D / 16; i++) {
         const int row = 16 * warp + (i * 32 + lane) / (D / 8), chunk = (i * 32 + lane) % (D / 8), key = half * 64 + row;
         const uint4 numbers = load_shared(staging + (chunk >> 3) * KEY_PANEL + swizzled(row, chunk & 7));
-        if (key < tile.y)
+        if (key < count_of(tile.y))
             reinterpret_cast<uint4*>(out + (static_cast<long>(tile.x + key) * kv_heads + tile.w) * D)[chunk] = numbers;
     }
 }

@@ -7,7 +7,7 @@
         const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap value_rows,                 \
         const float *lse, const float *delta, SUMS, bf16 *dk, bf16 *dv, const int *table, u32 *counter,         \
         int items_at, int tasks_at, int kv_heads, float scale, float softcap, int window, const int4 *pairs,    \
-        int num_places, int first_head, int num_heads
+        int num_places, int first_head, int num_heads, float4 *part_sums
 
 struct Maps {
     const TensorMap *queries, *query_rows, *douts, *dout_rows, *keys, *key_rows, *values, *value_rows;
@@ -28,6 +28,10 @@ INLINE void copy_numbers(u32 to, const float* from, u32 barrier, int q_first, in
     }
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
+
+constexpr int KEY_BLOCKS = KEYS / 64;                 // in a tile
+constexpr int KEY_SUMS = 64 * (D + DV) / 4;           // float4 of a block of a part: dK, then dV
+constexpr int DV_SUMS_AT = 64 * D / 4;
 
 struct Task {
     int q_begin, q_end, k_begin, k_end, shift;

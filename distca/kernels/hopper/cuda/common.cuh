@@ -1,8 +1,8 @@
 // Code shared by all task kernels: matrix products, copies of tiles, and work items read from tables.
 //
 // Compiled with D (head dim, 64 or 128), G (query heads per KV head), ROWS (of a block of queries, 64 or 128) and
-// WINDOWED defined; backward also with WITH_DQ; wide heads (wide.cuh) also with KEYS and DV; SPLIT if tiles of queries
-// may have their keys split. Tiles are stored in shared memory as panels of 64 columns (128 bytes a row) in the
+// WINDOWED defined; backward also with WITH_DQ; wide heads (wide.cuh) also with KEYS and DV; SPLIT if tiles may be split
+// into parts. Tiles are stored in shared memory as panels of 64 columns (128 bytes a row) in the
 // 128-byte swizzle: chunk c of 16 bytes in row r is at c ^ (r & 7). Tensor copies write this layout, matrix descriptors
 // read it, and `swizzled` computes it for all other accesses.
 
@@ -317,9 +317,9 @@ INLINE void stage_rows(u32 tile, u32 panel_bytes, const float (&x)[N], float fac
     __syncwarp();
 }
 
-// If the keys of long tiles are split, each part is a separate item, and its number, counted from 1, is stored above
-// the lowest byte of q_count.
-INLINE int queries_of(int q_count) { return SPLIT ? q_count & 255 : q_count; }
+// If long tiles are split, each part is a separate item, and its number, counted from 1, is stored above the lowest byte
+// of the tile's count of queries, or of keys in backward.
+INLINE int count_of(int count) { return SPLIT ? count & 255 : count; }
 
 INLINE bool is_part(int4 tile) { return tile.y > 255; }
 
@@ -329,8 +329,9 @@ struct Parts {  // to be merged
 };
 
 // Index of a part's block of sums: [parts, heads, halves].
+template <int HALVES = 2>
 INLINE long part_block(int4 tile, int half, int kv_heads) {
-    return (static_cast<long>((tile.y >> 8) - 1) * kv_heads + tile.w) * 2 + half;
+    return (static_cast<long>((tile.y >> 8) - 1) * kv_heads + tile.w) * HALVES + half;
 }
 
 // Store a warpgroup's sums of a part in register order; merge.cu merges the parts of a tile.
@@ -348,10 +349,23 @@ struct Block {
     int skip;    // from token to token
 
     INLINE Block(int4 tile, int half, int kv_heads)  // tile: q_first, q_count, steps, head
-        : rows(min(TOKENS, queries_of(tile.y) - half * TOKENS) * G),
+        : rows(min(TOKENS, count_of(tile.y) - half * TOKENS) * G),
           first(static_cast<long>(tile.x + half * TOKENS) * kv_heads * G + tile.w * G),
           skip((kv_heads - 1) * G) {}
     INLINE long place(int row) const { return first + row + (row / G) * skip; }
+};
+
+// Memory layout of 64 of a tile's keys, as Block.
+struct KeyRows {
+    int rows;
+    long first;
+    int skip;
+
+    INLINE KeyRows(int4 tile, int half, int kv_heads)  // tile: k_first, k_count, blocks, head
+        : rows(min(64, count_of(tile.y) - half * 64)),
+          first(static_cast<long>(tile.x + half * 64) * kv_heads + tile.w),
+          skip(kv_heads) {}
+    INLINE long place(int row) const { return first + row * skip; }
 };
 
 // A warp writes its 16 rows of a block, which it has staged.

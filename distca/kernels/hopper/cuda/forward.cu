@@ -43,10 +43,6 @@ INLINE u32 multiply_pairs(u32 x, float by) {
     return x;
 }
 
-INLINE void store_zeros(u32 to) {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
-}
-
 // Compute a warp's scores of its 16 rows from global memory, without the other warps, when the warp must redo an
 // iteration. This is rare and may be slow; each product depends (by zero bits) on the previous one to save registers.
 template <typename Queries>
@@ -87,7 +83,7 @@ INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* 
     u32 q[D / 16][4], p[32];
     float s[64], o[D / 2];
     Softmax softmax;
-    const Units units = {scaling, QUERIES_HELD};
+    const Units units = {scaling, true};
     u32 slot;         // of the tile whose sums are in o
     u32 scores_slot;  // of the tile whose scores are in s
     int left;         // iterations left in the tile whose probabilities are in p
@@ -116,10 +112,18 @@ INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* 
             }
         } else {
             const int mine = (threadIdx.x & 127) / 2;
-            if (mine >= rows)
+            if (SOFTCAP || mine >= rows)
 #pragma unroll
-                for (int i = 0; i < 4 * PANELS; i++)
-                    store_zeros(queries + i / 4 * ROW_PANEL + mine * 128 + (lane & 1) * 64 + i % 4 * 16);
+                for (int i = 0; i < 4 * PANELS; i++) {
+                    const u32 at = queries + i / 4 * ROW_PANEL + mine * 128 + (lane & 1) * 64 + i % 4 * 16;
+                    uint4 x = make_uint4(0, 0, 0, 0);
+                    if (SOFTCAP && mine < rows) {
+                        x = load_shared(at);
+                        x = {multiply_pairs(x.x, units.by), multiply_pairs(x.y, units.by),
+                             multiply_pairs(x.z, units.by), multiply_pairs(x.w, units.by)};
+                    }
+                    store_shared(at, x.x, x.y, x.z, x.w);
+                }
             fence_async_proxy();
             sync_named(1 + half, 128);
         }
@@ -158,15 +162,15 @@ INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* 
         key_ring.advance();
         const bool masked = step.w & 1;
         const u32 zero = left >> 31;  // zero, but the compiler cannot know
-        const auto run = [&](const auto& exponent, float hidden_score) {
+        const auto run = [&](const auto& exponent, bool masked, float hidden_score) {
             if (masked) softmax.mask(s, hidden_score, step, half, window, warp, lane);
             if (softmax.lacks_references()) softmax.find_references(s, exponent);
             return softmax.exponentiate(s, exponent, zero, is_first);
         };
-        if (!with_exponents<QUERIES_HELD>(s, scaling, units, run)) {
+        if (!with_exponents<true>(s, masked, scaling, units, run)) {
             const Line line = {scaling.log2};
             repeat_scores(s, queries, keys, step, zero, not_before(lane));
-            if (SOFTCAP) cap(s, QUERIES_HELD ? units.tangent : scaling.tangent);
+            if (SOFTCAP) cap(s, units.tangent);
             if (masked) softmax.mask(s, -INFINITE, step, half, window, warp, not_before(lane));
             softmax.find_references(s, line);
             softmax.exponentiate(s, line, zero, true);

@@ -52,7 +52,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
         }
         int entry, head;
         locate(entries.work, item, kv_heads, entry, head);
-        const int q_first = tile.x, q_end = tile.x + queries_of(tile.y);
+        const int q_first = tile.x, q_end = tile.x + count_of(tile.y);
         if (lane == 0) {
             *said = make_int4(tile.x, tile.y, tile.z, head);
             arrive_expecting(barriers.queries_full(slot), BLOCKS * TOKENS * G * D * 2);

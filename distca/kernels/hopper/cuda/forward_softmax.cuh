@@ -25,37 +25,48 @@ struct Line {
     INLINE Line depending_on(float x, u32 zero) const { return {depending(by, x, zero)}; }
 };
 
-// Exponents of capped scores, in units in which a score of 2 is at most half the cap. Up to there this polynomial for
-// the tangent has a relative error below 2.3e-5. It falls without bound for negative scores, so HIDDEN_SCORE gets no
-// probability.
+// Exponents of capped scores by polynomials for the tangent, in units in which a score of 2 is at most a quarter of the
+// cap. Up to there SLIGHT has a relative error below 6.4e-5; up to twice that the other has one below 2.3e-5, and falls
+// without bound for negative scores, so HIDDEN_SCORE gets no probability.
 #define HIDDEN_SCORE -1e15f
 
+template <bool SLIGHT>
 struct Bend {
     float by1, by3, by5;
 
     INLINE Bend(float by1, float by3, float by5) : by1(by1), by3(by3), by5(by5) {}
     INLINE Bend(float log2, float tangent)
-        : by1(0.999977436f * tangent * log2),
-          by3(-0.331691491f * tangent * tangent * tangent * log2),
+        : by1((SLIGHT ? 0.999936648f : 0.999977436f) * tangent * log2),
+          by3((SLIGHT ? -0.325185005f : -0.331691491f) * tangent * tangent * tangent * log2),
           by5(0.115209699f * tangent * tangent * tangent * tangent * tangent * log2) {}
     INLINE float operator()(float x, float reference) const {
         const float y = x * x;
-        return x * ((by5 * y + by3) * y + by1) - reference;
+        return x * ((SLIGHT ? by3 : by5 * y + by3) * y + by1) - reference;
     }
-    INLINE Bend depending_on(float x, u32 zero) const { return {by1, by3, depending(by5, x, zero)}; }
+    INLINE Bend depending_on(float x, u32 zero) const {
+        return {by1, SLIGHT ? depending(by3, x, zero) : by3, SLIGHT ? by5 : depending(by5, x, zero)};
+    }
 };
 
-// The units for Bend. Where queries are in registers, they are multiplied by a power of two instead of every score:
-// that is exact, and saves an instruction per score.
+// The units for Bend. Where queries can be changed, they are multiplied by a power of two instead of every score: that
+// is exact, and saves an instruction per score.
 struct Units {
     float by;       // q·k times this is in these units
     float tangent;  // a score in these units times this is the argument of the tangent
 
-    INLINE Units(const Scaling& scaling, bool of_queries) : by(4 * scaling.tangent) {
+    INLINE Units(const Scaling& scaling, bool of_queries) : by(8 * scaling.tangent) {
         if (of_queries) by = 2 * __uint_as_float(__float_as_uint(by) & 0x7F800000);
         tangent = scaling.tangent / by;
     }
 };
+
+// Return whether all scores of a warp times `by` are below 2.
+INLINE bool are_small(const float (&s)[SCORES], float by) {
+    u32 bits = 0;
+#pragma unroll
+    for (int i = 0; i < SCORES; i++) bits |= __float_as_uint(s[i] * by);  // bit 30 is set from 2 on
+    return !__any_sync(~0u, bits & 1u << 30);
+}
 
 // Of two rows of a lane.
 struct Softmax {
@@ -129,21 +140,21 @@ struct Softmax {
     }
 };
 
-// Call `run` with what makes exponents of s, and the score of keys that a query does not see. With OF_QUERIES scores
-// are in `units` already.
+// Call `run` with what makes exponents of s, whether keys are to be hidden, and the score of hidden keys. With OF_QUERIES
+// scores are in `units` already.
 template <bool OF_QUERIES, class Run>
-INLINE bool with_exponents(float (&s)[SCORES], const Scaling& scaling, const Units& units, const Run& run) {
+INLINE bool with_exponents(float (&s)[SCORES], bool masked, const Scaling& scaling, const Units& units,
+                           const Run& run) {
     if constexpr (SOFTCAP) {
-        u32 bits = 0;
 #pragma unroll
-        for (int i = 0; i < SCORES; i++) {
+        for (int i = 0; i < SCORES; i++)
             if (!OF_QUERIES) s[i] *= units.by;
-            bits |= __float_as_uint(s[i]);  // bit 30 is set from 2 on
-        }
-        if (!__any_sync(~0u, bits & 1u << 30)) return run(Bend(scaling.log2, units.tangent), HIDDEN_SCORE);
+        const bool small = are_small(s, 1.f);
+        if (small && !masked) return run(Bend<true>(scaling.log2, units.tangent), false, 0.f);
+        if (small || are_small(s, 0.5f)) return run(Bend<false>(scaling.log2, units.tangent), masked, HIDDEN_SCORE);
         cap(s, units.tangent);
     }
-    return run(Line{scaling.log2}, -INFINITE);
+    return run(Line{scaling.log2}, masked, -INFINITE);
 }
 
 // Return the factors for a tile's sums, and write the log-sum-exp.

@@ -100,6 +100,10 @@ INLINE uint4 load_shared(u32 address) {
     return x;
 }
 
+INLINE void store_shared(u32 address, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
 INLINE float2 load_pair(u32 address) {
     float2 x;
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");

@@ -65,10 +65,6 @@ INLINE void issue_sums(float (&sums)[N], const u32 (&left)[COUNT / 4], u32 tile,
     products_commit();
 }
 
-INLINE void store_shared(u32 address, u32 a, u32 b, u32 c, u32 d) {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
-}
-
 // A warp writes its 16 rows from registers. Lanes swap pairs with their neighbours, so that each lane writes eight
 // bytes of a row and four lanes write 32 contiguous bytes.
 template <int DIM, class Rows>

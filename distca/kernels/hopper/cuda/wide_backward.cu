@@ -11,19 +11,9 @@
 // (backward_dq.cu). If memory has room for dS (DS_OUT), the second warpgroup stores it, and dQ takes one product
 // (kept_dq.cu).
 
-struct KeyRows {  // memory layout of a tile's keys
-    int rows;
-    long first;
-    int skip;
-
-    INLINE KeyRows(int4 tile, int kv_heads)
-        : rows(tile.y), first(static_cast<long>(tile.x) * kv_heads + tile.w), skip(kv_heads) {}
-    INLINE long place(int row) const { return first + row * skip; }
-};
-
 // Probabilities and dV.
-INLINE void compute_dv(u32 base, const Barriers& barriers, bf16* dv, int kv_heads, const Scaling& scaling,
-                       int window) {
+INLINE void compute_dv(u32 base, const Barriers& barriers, bf16* dv, float4* part_sums, int kv_heads,
+                       const Scaling& scaling, int window) {
     const u32 thread = threadIdx.x & 127, warp = thread >> 5, lane = threadIdx.x & 31;
     const int row = 16 * warp + lane / 4;
     const u32 columns = 2 * (lane & 3) * 4;  // bytes to this lane's first column
@@ -70,7 +60,7 @@ INLINE void compute_dv(u32 base, const Barriers& barriers, bf16* dv, int kv_head
                 if (masked) hide(s, load_said(base + AT_BLOCKS + 32 * query_ring.stage), row, window, lane, hidden);
             };
             if constexpr (SOFTCAP) {
-                cap(s, scaling.tangent);
+                cap_roughly(s, scaling.tangent);
                 hide_unseen(HIDDEN_TANGENT);
                 exponentiate_capped(s, next_p, load_lse, scaling.log2);
                 u32 slopes[SCORES / 2];
@@ -127,13 +117,16 @@ INLINE void compute_dv(u32 base, const Barriers& barriers, bf16* dv, int kv_head
         }
         begin_dv();
         finish_dv();
-        write_rows<DV>(dv, sums, 1.f, 1.f, KeyRows(tile, kv_heads), warp, lane);
+        if (SPLIT && is_part(tile))
+            write_part(part_sums + part_block<KEY_BLOCKS>(tile, 0, kv_heads) * KEY_SUMS + DV_SUMS_AT, sums, 0);
+        else
+            write_rows<DV>(dv, sums, 1.f, 1.f, KeyRows(tile, 0, kv_heads), warp, lane);
     }
 }
 
 // dS from the first warpgroup's probabilities, and dK.
-INLINE void compute_dk(u32 base, const Barriers& barriers, bf16* dk, unsigned char* ds_out, int num_places,
-                       Heads heads, int kv_heads, float scale) {
+INLINE void compute_dk(u32 base, const Barriers& barriers, bf16* dk, float4* part_sums, unsigned char* ds_out,
+                       int num_places, Heads heads, int kv_heads, float scale) {
     const u32 thread = threadIdx.x & 127, warp = thread >> 5, lane = threadIdx.x & 31;
     const u32 columns = 2 * (lane & 3) * 4;
     const u32 ds_at = base + AT_DS + swizzled(16 * warp + ((lane >> 3) & 1) * 8 + (lane & 7), lane >> 4);
@@ -242,7 +235,10 @@ INLINE void compute_dk(u32 base, const Barriers& barriers, bf16* dk, unsigned ch
         if (DS_OUT || HELD_VALUES < DV / 16) arrive(barriers.values_empty());
         products_wait<0>();
         finish_dk();
-        write_rows<D>(dk, sums, scale, scale, KeyRows(tile, kv_heads), warp, lane);
+        if (SPLIT && is_part(tile))
+            write_part(part_sums + part_block<KEY_BLOCKS>(tile, 0, kv_heads) * KEY_SUMS, sums, 0);
+        else
+            write_rows<D>(dk, sums, scale, scale, KeyRows(tile, 0, kv_heads), warp, lane);
     }
 }
 
@@ -282,8 +278,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     } else {
         take_registers<240>();
         if (warpgroup == 1)
-            compute_dv(base, barriers, dv, kv_heads, {scale, softcap}, window);
+            compute_dv(base, barriers, dv, part_sums, kv_heads, {scale, softcap}, window);
         else
-            compute_dk(base, barriers, dk, ds, num_places, heads, kv_heads, scale);
+            compute_dk(base, barriers, dk, part_sums, ds, num_places, heads, kv_heads, scale);
     }
 }

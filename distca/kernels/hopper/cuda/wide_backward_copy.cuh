@@ -67,7 +67,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
         locate(work, item, heads.count, entry, head);
         head += heads.first;
         const int4 tile = entries[entry];
-        const int k_first = tile.x, k_end = tile.x + tile.y;
+        const int k_first = tile.x, k_count = count_of(tile.y), k_end = k_first + k_count;
         int left = tile.z;
         for (int number = tile.w; left > 0; number++) {
             const Task task = {tasks[2 * number], tasks[2 * number + 1]};
@@ -98,7 +98,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
                 if (left == tile.z) {  // queries first: keys and values may have to wait
                     wait(barriers.keys_empty(), tile_empty);
                     if (lane == 0) *said = make_int4(tile.x, tile.y, tile.z, head);
-                    copy_keys(base + AT_KEYS, maps.keys, maps.key_rows, barriers.keys_full(), k_first, tile.y, head,
+                    copy_keys(base + AT_KEYS, maps.keys, maps.key_rows, barriers.keys_full(), k_first, k_count, head,
                               lane);
                 }
                 wait(barriers.douts_empty(dout_stage), dout_ring.empty());
@@ -109,7 +109,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
                 if (left == tile.z) {
                     wait(barriers.values_empty(), tile_empty);
                     copy_keys<DV>(base + AT_VALUES, maps.values, maps.value_rows, barriers.values_full(), k_first,
-                                  tile.y, head, lane);
+                                  k_count, head, lane);
                 }
                 query_ring.advance();
                 dout_ring.advance();

@@ -60,7 +60,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
             copy_tile(shared, base, barriers, queries, tile, head, turn, lane);
             return;
         }
-        const int q_first = tile.x, q_end = tile.x + queries_of(tile.y);
+        const int q_first = tile.x, q_end = tile.x + count_of(tile.y);
         int value_first = 0, value_count = 0;  // values are copied one iteration after their keys
         int left = tile.z;
         for (int number = tile.w; left > 0; number++) {
@@ -154,12 +154,12 @@ INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* 
             const int rows = Block(tile_said(turn), half, kv_heads).rows;
             if (rows < ROWS) quieten(s, rows, not_before(warp), not_before(lane));
         };
-        const auto run = [&](const auto& exponent, float hidden_score) {
-            if (flags & MASKED) mask(hidden_score);
+        const auto run = [&](const auto& exponent, bool masked, float hidden_score) {
+            if (masked) mask(hidden_score);
             if (is_first || softmax.lacks_references()) softmax.find_references(s, exponent);
             return softmax.exponentiate(s, exponent, zero, is_first);
         };
-        if (!with_exponents<false>(s, scaling, units, run)) {
+        if (!with_exponents<false>(s, flags & MASKED, scaling, units, run)) {
             const Line line = {scaling.log2};
             repeat_scores(s, queries, keys, step, not_before(warp), not_before(lane));
             if (SOFTCAP) cap(s, scaling.tangent);
