@@ -111,8 +111,8 @@ class AttentionTime:
     def cuts(self) -> Cuts:
         """Return limits on slices that suit the device, if its kernel has a work list.
 
-        In backward, one worker computes a document's first keys with all queries that see them on a server. Limiting
-        these queries keeps that item from outlasting the work of all other workers.
+        In backward, a document's first keys are one item with all queries that see them on a server. Limiting these
+        queries keeps that item from outlasting the work of all other workers, or from being split.
         """
         if self.work_list is None or self._surfaces[1] is None:
             return Cuts()

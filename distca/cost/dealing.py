@@ -3,9 +3,9 @@
 The Hopper kernel divides a batch into items: tiles of queries in forward, tiles of keys in backward. Each
 multiprocessor takes the next item when it has finished one, longest first. With the 32 heads of a whole model there are
 enough items to spread the work evenly. A tensor-parallel rank with 4 query heads and 1 KV head has few: then some long
-items keep a few multiprocessors busy while the others wait. Forward splits such items if that pays: the kernel and the
-planner's costs both use `cut`. Backward does not split, and may take twice its even share. `WorkList.tail` returns the
-seconds by which each server ends later than with evenly spread work.
+items keep a few multiprocessors busy while the others wait. Such items are split if that pays: the kernel and the
+planner's costs both use `cut`. `WorkList.tail` returns the seconds by which each server ends later than with evenly
+spread work.
 
 In backward, several tasks of a server that read the same keys of a document share their items.
 """
@@ -174,8 +174,8 @@ class WorkList:
         even = dealt.sum(axis=1) / workers
         end = makespan(_long_first(dealt, even), workers)
         late = np.flatnonzero(end > WORTH * even)
-        if not backward and len(late):                           # merging costs about as much as a launch
-            end[late] = cut(dealt[late], workers, self.launch_seconds[0])[1]
+        if len(late):                                            # merging costs about as much as a launch
+            end[late] = cut(dealt[late], workers, self.launch_seconds[backward])[1]
         return np.asarray(np.maximum(end - even, 0.0) / self.idle_speedup[backward])
 
     @property

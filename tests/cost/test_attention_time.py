@@ -174,7 +174,7 @@ def test_servers_do_not_disturb_each_other(batch: Tasks, backward: bool) -> None
 # ---------------------------------------------------------------------------------------------------------- work lists
 
 
-@pytest.mark.parametrize(("num_items", "waves"), [(4, 1), (132, 1), (133, 2), (264, 2), (265, 3), (1_056, 8)])
+@pytest.mark.parametrize(("num_items", "waves"), [(125, 1), (132, 1), (133, 2), (264, 2), (265, 3), (1_056, 8)])
 def test_equal_items_take_whole_waves(num_items: int, waves: int) -> None:
     """Backward, one KV head: an item is 128 keys."""
     (found,) = WITH_LIST.servers(*columns([256], [128 * num_items], [0]), 1, True, aligned=np.array([False]))
@@ -201,15 +201,19 @@ def test_items_too_short_to_split_take_the_time_of_the_longest() -> None:
     assert found == pytest.approx(32 * 256 / 1e11 * 132 + 8e-6, rel=0.01)
 
 
-def test_the_longest_item_bounds_a_document_in_backward() -> None:
-    """16K tokens are 128 items on 132 workers: as long as the first, which all queries see, twice the mean."""
+def test_a_document_of_few_items_is_split_in_backward() -> None:
+    """16K tokens are 128 items on 132 workers; the first, which all queries see, has twice the mean.
+
+    Its parts and those of others end within a tenth of the even share, and cost a launch and a part or two of 9.6 µs.
+    """
     n = 16_384
     (found,) = WITH_LIST.servers(*columns([n], [n], [0]), 1, True)
-    assert found == pytest.approx(2 * n * 128 / 1e11 * 132 + 24e-6, rel=0.02)
+    even = 2 * n * (n + 1) / 2 / 1e11
+    assert even + 48e-6 <= found <= 1.1 * even + 48e-6 + 2 * 9.6e-6
 
 
 def test_tasks_that_share_keys_share_items() -> None:
-    """Four shards of one document's 8K keys: 64 items that walk all queries, or 256 that walk a quarter."""
+    """Four shards of one document's 8K keys: 64 items that walk all queries, in halves, or 256 that walk a quarter."""
     q, kv, server = np.full(4, 512), np.full(4, 8_192), np.zeros(4, dtype=int)
     (apart,) = WITH_LIST.servers(q, kv, server, 1, True, aligned=np.zeros(4, bool))
     (together,) = WITH_LIST.servers(q, kv, server, 1, True, aligned=np.zeros(4, bool), document=server)
@@ -217,7 +221,7 @@ def test_tasks_that_share_keys_share_items() -> None:
                                   kv_start=8_192 * np.arange(4))
     item = 2 * 512 * 128 / 1e11 * 132
     assert apart == pytest.approx(2 * item + 24e-6, rel=0.01) == behind
-    assert together == pytest.approx(4 * item + 24e-6, rel=0.01)
+    assert together == pytest.approx(4 * item / 2 + 24e-6 + 1.4 * 24e-6, rel=0.01)  # merging, and a part each
 
 
 @given(st.integers(2, 12))
