@@ -1,10 +1,10 @@
 """Split the keys of one tile of queries, or the queries of one tile of keys, over several work items.
 
 Without splitting, one work item of the Hopper kernel walks all keys of a tile of queries, in backward all queries of a
-tile of keys, so a few tiles with very many of them leave most multiprocessors idle. A part of a tile is an ordinary work
-item that walks some of the tile's iterations; its segments (in backward its tasks) are the tile's, cut at tiles of keys
-(blocks of queries). It stores its sums in float32, and a last kernel merges the parts of a tile in order, so results
-are reproducible. distca.cost.dealing decides which tiles are split, and into how many parts.
+tile of keys, so a few tiles with very many of them leave most multiprocessors idle. A part of a tile is an ordinary
+work item that walks some of the tile's iterations; its segments (in backward its tasks) are the tile's, cut at tiles of
+keys (blocks of queries). It stores its sums in float32, and a last kernel merges the parts of a tile in order, so
+results are reproducible. distca.cost.dealing decides which tiles are split, and into how many parts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MERGE_STEPS = 8.0  # cost of merging (its launch and memory traffic), in iterati
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Iterations of tiles, tile by tile: columns of [tile, segment pairs]; what is walked are tiles of keys or blocks."""
+    """Iterations over tiles of keys, or blocks of queries, tile by tile: columns of [tile, segment pairs]."""
 
     tile: np.ndarray
     segment: np.ndarray
@@ -82,7 +82,7 @@ class Split:
 
 
 def ends_late(num_steps: np.ndarray, kv_heads: int, num_sms: int) -> bool:
-    """Return whether whole tiles may end late: when the last does, if each begins after an even spread of all before."""
+    """Return whether whole tiles may end late; each begins at the latest after an even spread of all before."""
     length = -np.sort(-num_steps)
     end = (kv_heads * np.cumsum(length) - length) / num_sms + length
     return bool(end.max(initial=0) * num_sms > WORTH * kv_heads * float(length.sum()))

@@ -142,11 +142,11 @@ def backward_kernels(
         return [before, main, write_dq, *merge_keys]
     if mode.kept:
         defines |= {"KEYS": tiles.backward_keys, "BLOCKS": tiles.kept_blocks}
-        return [before, main, *_loaded(device, tiles.kept_dq, defines, {
-            "attention_kept_dq": ("TT" "PPPP" "iifii", WARPGROUP * (tiles.kept_blocks + 1), SHARED_BYTES)}), *merge_keys]
+        signatures = {"attention_kept_dq": ("TT" "PPPP" "iifii", WARPGROUP * (tiles.kept_blocks + 1), SHARED_BYTES)}
+        return [before, main, *_loaded(device, tiles.kept_dq, defines, signatures), *merge_keys]
     defines |= {"KEYS": tiles.dq_keys, "TABLE_KEYS": tiles.forward_keys}
-    sources, signatures = tiles.backward_dq, {
-        "attention_dq": ("TTTTTT" "PPPPP" "iiiffi" "P", 3 * WARPGROUP, SHARED_BYTES)}
+    sources = tiles.backward_dq
+    signatures = {"attention_dq": ("TTTTTT" "PPPPP" "iiiffi" "P", 3 * WARPGROUP, SHARED_BYTES)}
     if mode.dq_split:
         sources, defines = (*sources, MERGE), defines | split
         signatures["attention_merge_dq"] = ("PPP" "iif", WARPGROUP, 0)

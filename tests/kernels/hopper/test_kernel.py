@@ -160,12 +160,13 @@ def test_sources_compile_without_serialised_products(head_dim: int, group: int, 
             for deterministic in (False, True):
                 mode = Mode(deterministic, False, split and deterministic, split)
                 backward: Any = hopper_variants.backward_kernels.__wrapped__(device, *shape, masks, mode)
-                last = "attention_dq" if deterministic else "attention_write_dq"
+                dq = ["attention_dq" if deterministic else "attention_write_dq"]
                 merge_dq = ["attention_merge_dq"] * mode.dq_split
-                assert [x.name for x in backward] == ["attention_delta", "attention_backward", last, *merge_keys, *merge_dq]
+                first = ["attention_delta", "attention_backward"]
+                assert [x.name for x in backward] == [*first, *dq, *merge_keys, *merge_dq]
             if keeps:
                 mode = Mode(True, True, False, split)
                 backward = hopper_variants.backward_kernels.__wrapped__(device, *shape, masks, mode)
                 assert [x.name for x in backward][1:] == ["attention_backward", "attention_kept_dq", *merge_keys]
-    assert len(list(tmp_path.rglob("*.cubin"))) == EXPECTED
+    assert len(list(tmp_path.rglob("*.cubin"))) == 12 + 4 * len(heights) + 6 * keeps
     assert not re.search(r"C751[0-5]|serialized", caplog.text)

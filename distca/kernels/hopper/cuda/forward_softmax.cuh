@@ -109,7 +109,7 @@ struct Softmax {
     INLINE bool exponentiate(float (&s)[SCORES], const Exponent& exponent, u32 zero, bool is_last_try) {
         // By default the compiler schedules all products first, and then the slow special function unit is the
         // bottleneck. So products get a fake dependency (zero bits) on earlier exponentials.
-        constexpr int GROUP = D == 64 ? 4 : 8, LAG = D == 64 ? 8 : 12;
+        constexpr int GROUP = D == 64 && !SOFTCAP ? 4 : 8, LAG = D != 64 ? 12 : SOFTCAP ? 24 : 8;
         Exponent exponent0 = exponent, exponent1 = exponent;
         float add0 = sum0, add1 = sum1;
         float then0[SCORES / 4], then1[SCORES / 4];
