@@ -17,6 +17,7 @@ import pytest
 
 import distca
 from distca.cli import check as command
+from distca.cli import doctor
 from distca.train.settings import Settings
 from tests.support.processes import free_port
 
@@ -81,15 +82,17 @@ def test_without_torch_it_says_what_to_install(run: Run, monkeypatch: pytest.Mon
 def test_commands_of_the_guide_are_ones_that_start(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[str, bool, int]] = []
 
-    def run_ranks(settings: Settings, main: partial[int]) -> int:
+    def run_ranks(settings: Settings, main: Any) -> int:
         found: dict[str, Any] = {"model": "", "dtype": "", "device": "", "ranks": 1, "probes": [], "findings": [],
                                  "notes": [], "seconds": 0.0, "ok": True}
-        started.append((main.keywords["model"], main.keywords["enable"], settings.run.ranks))
-        if file := main.keywords.get("file"):
+        file, as_rank = (main.keywords["file"], main.func) if isinstance(main, partial) else (None, main)
+        asked = as_rank.__self__.examine.keywords
+        started.append((asked["model"], asked["enable"], settings.run.ranks))
+        if file:
             file.write_text(json.dumps(found))
         return 0
 
-    monkeypatch.setattr(command, "run_ranks", run_ranks)
+    monkeypatch.setattr(doctor, "run_ranks", run_ranks)
     guide = (ROOT / "docs/guide/check.md").read_text(encoding="utf-8")
     commands = [shlex.split(line, comments=True) for block in re.findall(r"^```bash\n(.*?)^```", guide, re.S | re.M)
                 for line in block.splitlines()]
