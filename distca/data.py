@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from distca.columns import from_text, to_text
-from distca.validation import UserError
+from distca.validation import UserError, check_choice
 from distca.workload.documents import IGNORED, check_lengths
 from distca.workload.layout import Layout, layout_from_slices
 from distca.workload.packing import PLACEMENTS, pack
@@ -70,8 +70,7 @@ def rows(
         raise UserError("labels have other lengths than documents; give one label per token, -100 to leave it out")
     if not 0 <= rank < ranks:
         raise UserError(f"rank is {rank} of {ranks} ranks; give 0 to {ranks - 1}")
-    if placement not in PLACEMENTS:
-        raise UserError(f"placement is {placement!r}; choose one of: {', '.join(PLACEMENTS)}")
+    check_choice("placement", placement, PLACEMENTS)
     layout = _in_order(lengths, ranks) if placement == "given" or lengths.sum() < ranks else _balanced(
         lengths, ranks, tolerance)
     shifted = [np.append(one[1:], IGNORED) for one in targets]

@@ -19,7 +19,7 @@ from distca.report.doctor import Record
 from distca.train.launch import rank_in
 from distca.train.settings import Settings
 from distca.train.settings.checks import check_settings
-from distca.validation import UserError, check_whole
+from distca.validation import UserError, check_choice, check_whole
 
 if TYPE_CHECKING:
     import torch
@@ -44,8 +44,7 @@ def check_command(
 ) -> None:
     """Check that packing is right in a model and trainer: documents, positions, loss; exit code 1: wrong."""
     check_whole("timeout_seconds", timeout_seconds)
-    if dtype not in DTYPES:
-        raise UserError(f"--dtype is {dtype!r}; choose one of: {', '.join(DTYPES)}")
+    check_choice("--dtype", dtype, DTYPES)
     env, is_function = rank_in(os.environ), config_file(model) is None
     if env is None or env.rank == 0:
         say("distca check: loading torch and transformers …")

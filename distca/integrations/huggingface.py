@@ -34,7 +34,7 @@ from distca.models import shape_of_config
 from distca.planning.plan import Plan
 from distca.runtime.prepared import Shapes
 from distca.runtime.transport import Transport
-from distca.validation import UserError
+from distca.validation import UserError, check_choice
 
 try:
     import transformers
@@ -72,8 +72,7 @@ def enable(
     if inner is None:
         raise UserError(f"model is a {type(model).__name__} without a transformers model inside; give a "
                         "PreTrainedModel, wrapped or not")
-    if evaluation not in EVALUATION:
-        raise UserError(f"evaluation is {evaluation!r}; choose one of: {', '.join(EVALUATION)}")
+    check_choice("evaluation", evaluation, EVALUATION)
     _check_config(inner.config)
     if not inner._can_set_attn_implementation():
         raise _refused(inner.config, "its attention does not go through transformers' AttentionInterface")

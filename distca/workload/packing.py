@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from distca.columns import freeze
-from distca.validation import UserError, short
+from distca.validation import UserError, check_choice, short
 from distca.workload.documents import check_lengths
 from distca.workload.layout import KeySlices, Layout
 from distca.workload.placement import Cuts, place, place_by_levels
@@ -101,8 +101,7 @@ DEFAULT_AIM = Aim()
 def _place_parts(parts: _Parts, ranks: int, placement: str, aim: Aim) -> Layout:
     """Place parts on ranks, with equal tokens per rank; part i becomes document i of the layout."""
     check_tolerance(aim.tolerance)
-    if placement not in PLACEMENTS:
-        raise UserError(f"placement is {placement!r}; choose one of: {', '.join(PLACEMENTS)}")
+    check_choice("placement", placement, PLACEMENTS)
     return PLACEMENTS[placement].function(parts, ranks, int((parts.stop - parts.start).sum()) // ranks, aim)
 
 
