@@ -34,6 +34,7 @@ from distca.validation import UNITS_HELP, check_whole, write_own
 from distca.workload.sequences import Source
 
 MAX_WORKERS = 1024
+AUTO_HELP = f"0.05, of which distca chooses {options.AUTO_HELP} for the run."
 
 
 def simulate_command(
@@ -56,8 +57,7 @@ def simulate_command(
     split: options.Split = None,
     batches: Annotated[int, typer.Option(help="Sampled batches.")] = 30,
     strategies: Annotated[str, typer.Option(help=f"All, or some of: {', '.join(NAMES)}.")] = "all",
-    tolerance: Annotated[Any, options.tolerance_option(
-        f"0.05, of which distca chooses {options.AUTO_HELP} for the run.")] = "auto",
+    tolerance: Annotated[Any, options.tolerance_option(AUTO_HELP)] = "auto",
     cluster: Annotated[str, typer.Option(help=f"One of {', '.join(CLUSTERS)}, or a TOML file.")] = "dgx-h200",
     cost: Annotated[str, typer.Option(help=COST_HELP)] = "h200",
     sequences: Annotated[int | None, options.number(

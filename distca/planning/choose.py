@@ -23,7 +23,7 @@ import numpy as np
 
 from distca.columns import added
 from distca.cost.attention_time import AttentionTime
-from distca.planning.balance import balance, outline_of_nodes
+from distca.planning.balance import balance, caps, outline_of_nodes
 from distca.planning.orders import same_phase_ticks
 from distca.planning.plan import Plan, max_over_mean, server_work
 from distca.planning.schedule import IDLE, Ticks, tick_layout
@@ -320,8 +320,7 @@ def _least_bytes(inputs: _Inputs, layout: Layout) -> tuple[float, float]:
     if len(distinct) > layout.num_documents:
         return 0.0, 0.0
     load = server_work(tasks_at_home(layout), len(speed), None)
-    cap = (1.0 + inputs.tolerance) * load.sum() * speed / speed.sum()
-    surplus = np.maximum(load - cap, 0.0)
+    surplus = np.maximum(load - caps(load, speed, inputs.tolerance), 0.0)
     q_bytes, out_bytes, kv_bytes = (size(inputs.tp) for size in (
         inputs.model.q_token_bytes, inputs.model.out_token_bytes, inputs.model.kv_token_bytes))
     return (2.0 * np.sqrt(surplus * (q_bytes + out_bytes) * kv_bytes).sum(),

@@ -54,7 +54,7 @@ class Case:
 
 
 CASES = {
-    1: (Case(), Case(recompute="selective", family="qwen2"), Case(recompute="full", tied=True), Case(compile=True),
+    1: (Case(), Case(recompute="selective", family="qwen2"), Case(recompute="full", tied=True),
         Case(compile=True, recompute="full", family="qwen2"), Case(dtype=torch.bfloat16)),
     2: (Case(2), Case(2, fsdp=False, recompute="full"), Case(2, compile=True, tied=True), Case(2, dtype=torch.bfloat16),
         Case(1, 2, family="qwen2"), Case(1, 2, recompute="selective"), Case(1, 2, compile=True, recompute="full"),
