@@ -116,13 +116,7 @@ def interleaved_ticks(num_stages: int, num_micro_batches: int, chunks: int = 1, 
     if num_stages == 1:
         return same_phase_ticks(num_stages, num_micro_batches)
     stage_of = np.arange(num_stages * chunks) % num_stages
-    return _shortest(*_rows(num_stages, num_micro_batches, chunks), stage_of, splits)
-
-
-def _shortest(forward: list[Row], backward: list[Row], stage_of: np.ndarray, splits: bool) -> Ticks:
-    """Interleave the ticks of both phases and fill them with weight units, in as few ticks as possible."""
-    sequence = _sequence(forward, backward, len(stage_of))
-    num_stages = int(stage_of.max()) + 1
+    sequence = _sequence(*_rows(num_stages, num_micro_batches, chunks), len(stage_of))
     tables = [_filled(sequence, stage_of, reserve, splits) for reserve in range(num_stages if splits else 1)]
     return min(tables, key=lambda ticks: ticks.num_ticks)        # on a tie the smallest reserve
 

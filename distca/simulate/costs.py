@@ -67,7 +67,9 @@ class Costs:
         gemm = cluster.gemm_flops_per_second / base.gemm_flops_per_second
         rates = (cluster.gemm_flops_per_second, cluster.gemm_flops_per_second)
         if (linear := about.get("linear")) is not None:
-            forward, backward = (_rate(linear, f"{way}_flops_per_second") for way in ("forward", "backward"))
+            forward, backward = (check_number(
+                f"linear.{name} of the latency table", linear.get(name) if isinstance(linear, Mapping) else None,
+                above=0, most=MAX_RATE) for name in ("forward_flops_per_second", "backward_flops_per_second"))
             rates = (gemm * forward, gemm * backward)
         scale = base.attention_flops_per_second / cluster.attention_flops_per_second
         network = Network.measured(table, cluster)
@@ -213,12 +215,6 @@ class Costs:
     def optimizer_seconds(self, layers: Sequence[int] | np.ndarray, shards: int) -> np.ndarray:
         """[stages] seconds that a GPU takes to update its share of the stage's weights."""
         return replace(self, ep=1).stage_parameters(layers) / shards * OPTIMIZER_TRAFFIC / self.memory_bandwidth
-
-
-def _rate(linear: Any, name: str) -> float:
-    """Read a rate of linear layers from a table's profile."""
-    value = linear.get(name) if isinstance(linear, Mapping) else None
-    return check_number(f"linear.{name} of the latency table", value, above=0, most=MAX_RATE)
 
 
 @lru_cache(maxsize=8)
