@@ -25,12 +25,12 @@ from distca.workload.layout import Layout, cut_stream, layout_from_slices
 from distca.workload.packing import NanoBatch, pack, pack_whole
 
 
-def at_home(layout: Layout, model: ModelShape, *, tp: int = 1, cost: AttentionTime | None = None) -> Plan:
+def at_home(layout: Layout, model: ModelShape, *, tp: int = 1) -> Plan:
     """Make the plan that moves no query; its tolerance is 0, and its `limit` says why if work is unequal.
 
     If documents span ranks, the keys of a slice's prefix are still sent to the slice's rank.
     """
-    plan = Plan(layout, tasks_at_home(layout), np.ones(layout.num_ranks), 0.0, model, tp, cost)
+    plan = Plan(layout, tasks_at_home(layout), np.ones(layout.num_ranks), 0.0, model, tp)
     is_balanced = max_over_mean(plan.work(), plan.speed) <= 1.0
     return plan if is_balanced else replace(plan, limit="attention stays where its queries live")
 

@@ -251,21 +251,18 @@ def sharpen(model: torch.nn.Module) -> None:
                 parameter.mul_(1 / size)
 
 
-def plain_copy(subject: Subject, kernel: str = "eager", dtype: torch.dtype | None = None) -> Any:
+def plain_copy(subject: Subject, kernel: str = "eager") -> Any:
     """Return the Transformers model rebuilt from its config and weights, with this attention; None if it cannot be."""
     inner = subject.inner
-    if inner is None:
-        return None
-    if kernel in ON_GPUS and subject.device.type != "cuda":
+    if inner is None or (kernel in ON_GPUS and subject.device.type != "cuda"):
         return None
     config = copy.deepcopy(inner.config)
     try:
-        plain = type(inner)._from_config(config, attn_implementation=kernel, dtype=dtype or subject.dtype)
-        state = {name: whole(one) for name, one in inner.state_dict().items()}
-        plain.load_state_dict(state)
+        plain = type(inner)._from_config(config, attn_implementation=kernel, dtype=subject.dtype)
+        plain.load_state_dict({name: whole(one) for name, one in inner.state_dict().items()})
     except (ValueError, RuntimeError, ImportError):
         return None
-    plain.to(subject.device, dtype or subject.dtype)
+    plain.to(subject.device, subject.dtype)
     return _ready(replace(subject, model=plain, inner=plain)).model
 
 

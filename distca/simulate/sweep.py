@@ -120,11 +120,11 @@ def _processes(workers: int) -> AbstractContextManager[ProcessPoolExecutor | Non
     return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
 
 
-def replay(question: Question, outcome: Outcome, number: int = 0) -> Step:
-    """Run one batch again under an outcome's choice, and record one trace per pool rank."""
+def replay(question: Question, outcome: Outcome) -> Step:
+    """Run the first batch again under an outcome's choice, and record one trace per pool rank."""
     if outcome.choice is None:
         raise UserError(f"{outcome.name!r} has no timeline; choose a strategy")
-    return execute(_plan_again(question, outcome, number), question.costs(outcome.setting, outcome.choice), record=True)
+    return execute(_plan_again(question, outcome, 0), question.costs(outcome.setting, outcome.choice), record=True)
 
 
 def _plan_again(question: Question, outcome: Outcome, number: int) -> StepPlan:
