@@ -76,7 +76,7 @@ def outline_of_nodes(
 
 
 def caps(work: np.ndarray, speed: np.ndarray, tolerance: float) -> np.ndarray:
-    """[servers] Return the most work that each may have: its share by speed, and the tolerance."""
+    """[servers] Return the cap on the work of each: its share by speed, plus the tolerance."""
     return (1.0 + tolerance) * work.sum() * speed / speed.sum()
 
 

@@ -36,7 +36,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def kept(method: Method) -> Method:
-    """Compute a method's result once for each object, in whose `results` it stays, and arguments."""
+    """Cache a method's results in its object's `results`, by the arguments."""
     def found(self: Any, *key: Hashable) -> Any:
         if (method, key) not in self.results:
             self.results[method, key] = method(self, *key)

@@ -175,9 +175,9 @@ class Layout:
 
 
 def cut_stream(ends: np.ndarray, cuts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Cut the pieces of a stream, which end at `ends`, also at `cuts`; both ascend to the stream's end.
+    """Cut a stream of pieces, which end at `ends`, additionally at `cuts`; both ascend and reach the stream's end.
 
-    Return for every part its piece, the first cut behind its begin, its begin and its end.
+    Return the piece of every part, the index of the first cut behind its begin, its begin and its end.
     """
     edges = np.unique(np.concatenate([ends, cuts]))
     edges = edges[edges > 0]
