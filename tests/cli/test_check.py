@@ -107,12 +107,11 @@ def test_commands_of_the_guide_are_ones_that_start(run: Run, monkeypatch: pytest
 
 
 @pytest.mark.multiprocess
-def test_the_guides_example_is_sound_as_the_guide_has_it() -> None:
+def test_the_guides_example_is_sound_as_the_guide_has_it(run: Run) -> None:
     guide = (ROOT / "docs/guide/check.md").read_text(encoding="utf-8")
     example = (ROOT / "examples/check_packing.py").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", guide, re.S | re.M)
     assert len(blocks) == 2 and all(block.strip() in example for block in blocks)
     for name in ("packed", "trainer"):
-        done = subprocess.run([sys.executable, "-m", "distca", "check", f"examples/check_packing.py:{name}", "--ranks",
-                               "1"], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+        code, out, err = run("check", f"{ROOT}/examples/check_packing.py:{name}", "--ranks", "1")
+        assert code == 0, out + err
