@@ -41,7 +41,7 @@ from rich.table import Table
 from torch import nn
 
 from distca.models import MODELS
-from distca.planning.local_orders import one_forward_one_backward
+from distca.planning.orders import one_forward_one_backward
 from distca.runtime.pipeline import Send
 from distca.runtime.transport import Handle
 from distca.spec import ModelShape

@@ -21,16 +21,16 @@ from distca.planning.step import MicroBatch, StepPlan, step_among_data_ranks
 from distca.planning.tasks import tasks_at_home
 from distca.spec import ModelShape
 from distca.validation import UserError, check_whole
-from distca.workload.layout import Layout, layout_from_slices
+from distca.workload.layout import Layout, cut_stream, layout_from_slices
 from distca.workload.packing import NanoBatch, pack, pack_whole
 
 
-def at_home(layout: Layout, model: ModelShape, *, tp: int = 1, cost: AttentionTime | None = None) -> Plan:
+def at_home(layout: Layout, model: ModelShape, *, tp: int = 1) -> Plan:
     """Make the plan that moves no query; its tolerance is 0, and its `limit` says why if work is unequal.
 
     If documents span ranks, the keys of a slice's prefix are still sent to the slice's rank.
     """
-    plan = Plan(layout, tasks_at_home(layout), np.ones(layout.num_ranks), 0.0, model, tp, cost)
+    plan = Plan(layout, tasks_at_home(layout), np.ones(layout.num_ranks), 0.0, model, tp)
     is_balanced = max_over_mean(plan.work(), plan.speed) <= 1.0
     return plan if is_balanced else replace(plan, limit="attention stays where its queries live")
 
@@ -84,11 +84,7 @@ def per_sequence_layout(layout: Layout, cp: int) -> Layout:
     cuts = row_begin[:, None] + row_tokens[:, None] * chunk // (2 * cp)  # [rows, 2 * cp + 1]
     length = layout.stop - layout.start
     ends = np.cumsum(length)                                     # slices are in row order
-    edges = np.unique(np.concatenate([ends, cuts[:, 1:].ravel()]))
-    edges = edges[edges > 0]                                     # a row shorter than its chunks has empty ones
-    begins = edges - np.diff(edges, prepend=0)
-    owner = np.searchsorted(ends, begins, side="right")          # [pieces] slice that holds each piece
-    at = np.searchsorted(cuts[:, 1:].ravel(), begins, side="right")
+    owner, at, begins, edges = cut_stream(ends, cuts[:, 1:].ravel())
     row, nth = at // (2 * cp), at % (2 * cp)
     offset = layout.start[owner] - (ends - length)[owner]
     rank = row * cp + np.minimum(nth, 2 * cp - 1 - nth)

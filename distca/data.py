@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from distca.columns import from_text, to_text
-from distca.validation import UserError
+from distca.validation import UserError, check_choice
 from distca.workload.documents import IGNORED, check_lengths
-from distca.workload.layout import Layout, layout_from_slices
+from distca.workload.layout import Layout, cut_stream, layout_from_slices
 from distca.workload.packing import PLACEMENTS, pack
 
 _MASKS = ("completion_mask", "assistant_masks")  # of TRL: true for tokens in the loss
@@ -70,8 +70,7 @@ def rows(
         raise UserError("labels have other lengths than documents; give one label per token, -100 to leave it out")
     if not 0 <= rank < ranks:
         raise UserError(f"rank is {rank} of {ranks} ranks; give 0 to {ranks - 1}")
-    if placement not in PLACEMENTS:
-        raise UserError(f"placement is {placement!r}; choose one of: {', '.join(PLACEMENTS)}")
+    check_choice("placement", placement, PLACEMENTS)
     layout = _in_order(lengths, ranks) if placement == "given" or lengths.sum() < ranks else _balanced(
         lengths, ranks, tolerance)
     shifted = [np.append(one[1:], IGNORED) for one in targets]
@@ -119,13 +118,9 @@ def _column(values: Tokens, field: str) -> np.ndarray:
 def _in_order(lengths: np.ndarray, ranks: int) -> Layout:
     """Concatenate the documents and split them into rows whose lengths differ by at most one token."""
     stops, total = np.cumsum(lengths), int(lengths.sum())
-    full = total * np.arange(1, ranks + 1) // ranks              # [ranks] end of each row in the stream
-    edges = np.unique(np.concatenate([stops, full[full > 0]]))
-    begins = edges - np.diff(edges, prepend=0)
-    document = np.searchsorted(stops, begins, side="right")
+    document, rank, begins, ends = cut_stream(stops, total * np.arange(1, ranks + 1) // ranks)
     before = (stops - lengths)[document]
-    rank = np.searchsorted(full, begins, side="right")
-    return Layout(lengths, document, begins - before, edges - before, rank, ranks)
+    return Layout(lengths, document, begins - before, ends - before, rank, ranks)
 
 
 def _balanced(lengths: np.ndarray, ranks: int, tolerance: float) -> Layout:

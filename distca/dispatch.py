@@ -247,7 +247,9 @@ def build_hops(plan: Plan, rank: int, node: np.ndarray) -> HopTables:
     for ranges_of, tokens in zip((query_ranges, key_ranges), row_tokens, strict=True):
         crossing = gateways.landing(ranges_of(layout, per_node))
         outer, relay = side_of(layout, crossing, in_rows(crossing.document, crossing.start), rank, tokens)
-        inside = gateways.relayed(_where(ranges_of(layout, tasks), is_here))
+        ranges = ranges_of(layout, tasks)
+        needed = is_here[ranges.server]                          # by servers on this node
+        inside = gateways.relayed(TokenRanges(*(getattr(ranges, name)[needed] for name in TokenRanges.__slots__)))
         at = np.zeros(len(inside.start), dtype=np.int64)         # offset in the relay; used only for this rank's ranges
         mine = inside.home == rank
         at[mine] = relay(inside.document[mine], inside.start[mine])
@@ -260,12 +262,6 @@ def build_hops(plan: Plan, rank: int, node: np.ndarray) -> HopTables:
         RankTables(int(gateways.local[rank]), int(is_here.sum()), q_outer.buffer_tokens, k_outer.buffer_tokens, q_inner,
                    k_inner, *task_columns(tasks, rank, query_offset, key_offset)),
         travels(plan, node), passes)
-
-
-def _where(ranges: TokenRanges, is_here: np.ndarray) -> TokenRanges:
-    """Select the ranges that servers on this node need."""
-    kept = is_here[ranges.server]
-    return TokenRanges(*(getattr(ranges, name)[kept] for name in TokenRanges.__slots__))
 
 
 def _numbered(side: Side, local: np.ndarray) -> Side:

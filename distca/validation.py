@@ -14,6 +14,8 @@ import json
 import os
 import re
 import tomllib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, TextIO
@@ -98,6 +100,20 @@ def check_name(field: str, value: Any) -> str:
     return value
 
 
+def check_choice(field: str, value: object, choices: Iterable[str]) -> None:
+    if value not in (known := tuple(choices)):
+        raise UserError(f"{field} is {value!r}; choose one of: {', '.join(known)}")
+
+
+@contextmanager
+def errors_in(where: object, kind: type[ValueError] = UserError) -> Iterator[None]:
+    """Turn errors of this kind into a UserError that begins with where they are, such as a file."""
+    try:
+        yield
+    except kind as error:
+        raise UserError(f"{where}: {error}") from None
+
+
 def read_text(path: str | Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
     """Return the text of a UTF-8 file, or raise a UserError of one line."""
     try:
@@ -147,10 +163,8 @@ def parse_json(text: str) -> Any:
 def read_json(path: str | Path, max_bytes: int = MAX_TEXT_BYTES) -> Any:
     """Return the value of a JSON file; errors name the file."""
     text = read_text(path, max_bytes)
-    try:
+    with errors_in(path):
         return parse_json(text)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from distca import cli
+from tests.support.browser import start_chromium
 
 BFLOAT16_PRODUCT = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); x @ x"
 
@@ -68,6 +69,13 @@ UNTIMED: Any = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow
 settings.register_profile("distca", derandomize=True, **UNTIMED)
 settings.register_profile("sweep", print_blob=True, **UNTIMED)
 settings.load_profile("distca")
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    driver = start_chromium(tmp_path_factory.mktemp("profile"))
+    yield driver
+    driver.quit()
 
 
 @pytest.fixture

@@ -6,11 +6,9 @@ It is served on the loopback interface, and its pages ask for nothing but its ow
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from html.parser import HTMLParser
@@ -113,22 +111,16 @@ def test_every_public_name_has_its_docstring_on_the_site(site: Path) -> None:
 
 selenium = pytest.importorskip("selenium", reason="selenium is not installed; pip install selenium")
 axe_core = pytest.importorskip("axe_core_python", reason="axe-core is not installed; pip install axe-core-python")
-from selenium import webdriver  # noqa: E402
 from selenium.webdriver.chrome.webdriver import WebDriver  # noqa: E402
 from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 
-CHROMIUM = next((path for path in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if path), None)
-DRIVER = shutil.which("chromedriver")
-SWITCHES = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-            "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage")
-PATIENCE_SECONDS = 60                                            # for machines that do much else
+from tests.support.browser import IN_BROWSER, until  # noqa: E402
+
 AXE = Path(axe_core.__path__[0], "axe.min.js")
 FINDINGS = """const done = arguments[0];
 axe.run(document).then(found => done(found.violations.map(one => [one.id, one.nodes.length, one.nodes[0].html])))"""
-in_browser = [pytest.mark.browser, pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no Chromium with chromedriver "
-                                                      "here; apt-get install chromium chromium-driver")]
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -145,45 +137,24 @@ def address(site: Path) -> Iterator[str]:
     server.server_close()
 
 
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebDriver]:
-    options = webdriver.ChromeOptions()
-    assert CHROMIUM is not None
-    options.binary_location = CHROMIUM
-    for switch in (*SWITCHES, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(switch)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER, log_output=os.devnull))
-    driver.set_script_timeout(PATIENCE_SECONDS)
-    yield driver
-    driver.quit()
-
-
 @pytest.fixture
-def visit(chromium: WebDriver, address: str) -> Iterator[Callable[..., WebDriver]]:
+def visit(browser: WebDriver, address: str) -> Iterator[Callable[..., WebDriver]]:
     """Open a page of the site; at the end the browser has said nothing and asked for nothing but the site's files."""
     def call(name: str, *, width: int = 1366, dark: bool = False) -> WebDriver:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
-        chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {
             "width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False})
-        chromium.get(f"{address}{name}.html")
-        return chromium
+        browser.get(f"{address}{name}.html")
+        return browser
 
     yield call
-    assert chromium.get_log("browser") == []
-    messages = [json.loads(entry["message"])["message"] for entry in chromium.get_log("performance")]
+    assert browser.get_log("browser") == []
+    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     asked = {message["params"]["request"]["url"] for message in messages
              if message["method"] == "Network.requestWillBeSent"}
     assert any(url.startswith(address) for url in asked)
     assert {url for url in asked if not url.startswith((address, "data:", "blob:", "chrome"))} == set()
-
-
-def until(condition: Callable[[], object]) -> None:
-    stop = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < stop, "the page did not get there"
-        time.sleep(0.05)
 
 
 def findings(browser: WebDriver) -> list[Any]:
@@ -198,7 +169,7 @@ def color(browser: WebDriver, selector: str, name: str = "color") -> str:
 
 
 class TestInTheBrowser:
-    pytestmark = in_browser
+    pytestmark = IN_BROWSER
 
     @pytest.mark.parametrize("name", MAIN)
     def test_a_page_in_light_in_dark_and_on_a_phone(self, visit: Callable[..., WebDriver], name: str) -> None:

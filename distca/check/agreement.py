@@ -35,16 +35,9 @@ def packed_and_alone(world: World, batches: Sequence[Batch], tokens: Tokens) -> 
         mine = (at >= here.start) & (at < here.stop)
         apart = far(packed[torch.from_numpy(at[mine] - here.start).to(packed.device)],
                     lone[torch.from_numpy(np.flatnonzero(mine)).to(lone.device)])
-        off[at] = _from_ranks(world, apart, mine)
+        for its_tokens, values in world.gather((at[mine], apart.cpu().numpy())):
+            off[its_tokens] = values
     yield from _apart(tokens, off / scale, world.subject.bound)
-
-
-def _from_ranks(world: World, mine: torch.Tensor, where: np.ndarray) -> np.ndarray:
-    """Return numbers of a document's tokens, of which each rank has some."""
-    found = np.zeros(len(where))
-    for values, at in world.gather((mine.cpu().numpy(), where)):
-        found[at] = values
-    return found
 
 
 def _apart(tokens: Tokens, off: np.ndarray, bound: float) -> Iterator[Finding]:
@@ -137,18 +130,17 @@ def compared(expected: Gradients, found: Gradients, bound: float, ranks: int) ->
     largest_of_all = max(float(one.abs().max()) for one in expected.values())
     products = [(float((found[name] * one).sum()), float((one * one).sum())) for name, one in expected.items()]
     ratio = sum(one for one, _ in products) / max(sum(one for _, one in products), 1e-300)
-    worst, most, count = "", 0.0, 0
-    scaled = True
-    for name, right in expected.items():
-        size = max(float(right.abs().max()), SMALL_GRADIENT * largest_of_all)
-        off = float((found[name] - right).abs().nan_to_num(nan=torch.inf).max()) / size
-        left = float((found[name] - ratio * right).abs().nan_to_num(nan=torch.inf).max()) / size
-        scaled &= left <= bound * abs(ratio)
-        count += off > bound
-        worst, most = (name, off) if off > most else (worst, most)
+
+    def off(name: str, times: float = 1.0) -> float:
+        """Return how far a gradient is from `times` the expected one, relative to its largest entry."""
+        size = max(float(expected[name].abs().max()), SMALL_GRADIENT * largest_of_all)
+        return float((found[name] - times * expected[name]).abs().nan_to_num(nan=torch.inf).max()) / size
+
+    apart = {name: off(name) for name in expected}
+    count, worst = sum(one > bound for one in apart.values()), max(apart, key=lambda name: apart[name])
     if not count:
         return
-    if scaled and abs(ratio - 1) > bound:
+    if abs(ratio - 1) > bound and all(off(name, ratio) <= bound * abs(ratio) for name in expected):
         as_ranks = next((f", the number of ranks{' inverted' * (ratio < 1)}" for one in (ranks, 1 / ranks)
                          if ranks > 1 and abs(ratio / one - 1) < 10 * bound), "")
         yield Finding("gradient-scale", f"gradients are {ratio:.6g} times those of the mean loss over labels",
@@ -157,6 +149,6 @@ def compared(expected: Gradients, found: Gradients, bound: float, ranks: int) ->
                       "gradients over ranks accordingly")
         return
     yield Finding("gradients", "gradients differ from those of the documents alone",
-                  f"{count} of {len(expected)} parameters, most {worst}", most, bound,
+                  f"{count} of {len(expected)} parameters, most {worst}", apart[worst], bound,
                   "see the lines before; if there are none, look at the backward of the attention in use")
 

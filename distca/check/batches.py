@@ -142,7 +142,7 @@ def _labels(batches: Sequence[Batch], document: np.ndarray, position: np.ndarray
     given, own = [], []
     for batch in batches:
         ids = batch["input_ids"]
-        labels, shifted = (None if batch.get(name) is None else batch[name] for name in LABELS[:2])
+        labels, shifted = map(batch.get, LABELS[:2])
         blank = torch.full(ids.shape, IGNORED)
         if shifted is None:
             shifted = blank if labels is None else torch.cat([labels[:, 1:], blank[:, :1]], dim=1)
@@ -152,11 +152,8 @@ def _labels(batches: Sequence[Batch], document: np.ndarray, position: np.ndarray
     due = np.full_like(flat, IGNORED)
     order = np.lexsort((position, document))
     follows = (document[order][1:] == document[order][:-1]) & (document[order][1:] >= 0)
-    due[order[:-1][follows]] = own_label[order[1:][follows]]
-    if all(batch.get("labels") is None for batch in batches):    # shift_labels alone: right where they are inside
-        inside = np.zeros(len(flat), dtype=bool)
-        inside[order[:-1][follows]] = True
-        due = np.where(inside, flat, IGNORED)
+    at, following = order[:-1][follows], order[1:][follows]      # shift_labels alone are right where they are inside
+    due[at] = flat[at] if all(batch.get("labels") is None for batch in batches) else own_label[following]
     return flat, due
 
 

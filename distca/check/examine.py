@@ -28,20 +28,21 @@ GIVEN = "the batch given"
 
 def examine(subject: Subject, update: Update = lambda _: None) -> Record:
     """Return findings, notes and the probes that ran; every rank calls this and returns the same."""
-    world, notes = World(subject), list[str]()
-    records, findings = list[Record](), list[Finding]()
-    for name, batches in _batches(world, 0).items():
+    world = World(subject)
+    every, records, findings = _batches(world, 0), list[Record](), list[Finding]()
+    for name, batches in every.items():
         found, ran = examined(world, name, batches, update)
         if found:
-            kept = {one.kind for one in examined(world, name, _again(world, name, batches), update)[0]}
+            again = renamed(batches, subject.special_ids, 1) if name == GIVEN else _batches(world, 1)[name]
+            kept = {one.kind for one in examined(world, name, again, update)[0]}
             found = [one for one in found if one.kind in kept]
         records += [{"batch": name, "probe": probe, "seconds": seconds,
                      "wrong": sum(one.kind in kinds for one in found)} for probe, seconds, kinds in ran]
         findings += [one for one in found if one.kind not in {before.kind for before in findings}]
-        notes += _notes(world, name, batches)
+    notes = [*_notes(subject, every[GIVEN])] if GIVEN in every else []
     return {"format": "distca-check", "version": 1, "ok": not findings, "model": subject.about,
             "dtype": str(subject.dtype).removeprefix("torch."), "device": str(subject.device), "ranks": world.size,
-            "probes": records, "findings": [one.record() for one in findings], "notes": list(dict.fromkeys(notes))}
+            "probes": records, "findings": [one.record() for one in findings], "notes": notes}
 
 
 def _batches(world: World, seed: int) -> dict[str, list[Batch]]:
@@ -52,13 +53,9 @@ def _batches(world: World, seed: int) -> dict[str, list[Batch]]:
         return {GIVEN: world.gather(host)}
     vocab, skip = subject.config.vocab_size, subject.special_ids
     found = {name: [batch] * world.size for name, batch in packings(vocab, skip, seed).items()}
-    if world.size > 1 and subject.config._attn_implementation == "distca" and 0 not in (windows(subject.config) or []):
+    if world.size > 1 and subject.config._attn_implementation == "distca" and 0 not in windows(subject.config):
         found |= over_ranks(vocab, skip, seed, world.size)
     return found
-
-
-def _again(world: World, name: str, batches: Sequence[Batch]) -> list[Batch]:
-    return renamed(batches, world.subject.special_ids, 1) if name == GIVEN else _batches(world, 1)[name]
 
 
 def examined(world: World, name: str, batches: Sequence[Batch], update: Update
@@ -117,11 +114,8 @@ def _probes(world: World, name: str, batches: Sequence[Batch], tokens: Tokens, u
             yield probe, lambda run=run: [*run()]                # type: ignore[misc]
 
 
-def _notes(world: World, name: str, batches: Sequence[Batch]) -> Iterator[str]:
+def _notes(subject: Subject, batches: Sequence[Batch]) -> Iterator[str]:
     """Yield what is not wrong but worth knowing about a function's batch."""
-    subject = world.subject
-    if name != GIVEN:
-        return
     try:
         tokens = tokens_of(batches)
     except UserError:

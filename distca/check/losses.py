@@ -30,7 +30,7 @@ def labels(tokens: Tokens) -> Iterator[Finding]:
     for document in range(tokens.num_documents):
         at = tokens.of(document)
         following[at[:-1]] = tokens.ids[at[1:]]
-    last = real & (following == IGNORED)
+    last, cuts = real & (following == IGNORED), {edge - 1 for edge in tokens.rank_edges[1:]}
     for kind, what, at, remedy in (
         ("label-across", "labels cross from one document into the next", last & (given != IGNORED),
          f"give each document's first token the label {IGNORED}, as DataCollatorWithFlattening does"),
@@ -41,14 +41,9 @@ def labels(tokens: Tokens) -> Iterator[Finding]:
          "labels are the tokens themselves, the model shifts them; only shift_labels are shifted"),
     ):
         most = at.sum() > 0.5 * (given != IGNORED).sum()
-        if at.any() and (kind != "label-shift" or most or _at_cuts(tokens, at)):
+        if at.any() and (kind != "label-shift" or most or set(np.flatnonzero(at).tolist()) <= cuts):
             yield Finding(kind, what, f"{int(at.sum())} of {int((due != IGNORED).sum())} labels, the first at "
                           f"{tokens.name(int(np.flatnonzero(at)[0]))}", None, None, remedy)
-
-
-def _at_cuts(tokens: Tokens, at: np.ndarray) -> bool:
-    """Return whether all of these tokens are the last of a rank's."""
-    return set(np.flatnonzero(at).tolist()) <= {edge - 1 for edge in tokens.rank_edges[1:]}
 
 
 def takes_count(model: torch.nn.Module) -> bool:
@@ -129,20 +124,17 @@ def trainer_step(world: World, batches: Sequence[Batch], tokens: Tokens) -> Iter
     if step is None or not total:
         return
     lengths = np.bincount(tokens.document[tokens.document >= 0])
-    second = alone(batches, tokens, int(np.argmax(lengths)))
-    both = [batches[world.rank], second]
-    others = [tokens_of([second] * world.size, shifted=tokens.shifted), tokens]
-    count = sum(int((one.due_label != IGNORED).sum()) for one in others)
-    loss = sum(sums(world.logits(some), one.due_label[one.here(world.rank)]).loss
-               for some, one in zip(([second] * world.size, batches), others, strict=True))
+    second = [alone(batches, tokens, int(np.argmax(lengths)))] * world.size
+    both = [(second, tokens_of(second, shifted=tokens.shifted)), (batches, tokens)]
+    count = sum(int((one.due_label != IGNORED).sum()) for _, one in both)
+    loss = sum(sums(world.logits(some), one.due_label[one.here(world.rank)]).loss for some, one in both)
     expected = sum(world.gather(loss)) / count
     returned: list[Any] = []
-    found = world.gradients(lambda: returned.append(step(subject.model, both)), summed=True)
+    found = world.gradients(lambda: returned.append(step(subject.model, [batches[world.rank], second[0]])), summed=True)
     if returned[0] is not None:
         found_loss = float(np.mean(world.gather(float(returned[0]))))
         yield from filter(None, [_weighed(found_loss, expected, {}, "the loss of a step")])
-    parts = [lone_gradients(world, some, one, count)
-             for some, one in zip(([second] * world.size, batches), others, strict=True)]
+    parts = [lone_gradients(world, some, one, count) for some, one in both]
     if parts[0] is not None and parts[1] is not None:
         due = {name: one + parts[1][name] for name, one in parts[0].items()}
         yield from compared(due, found, GRADIENT_BOUND * subject.bound, world.size)

@@ -12,7 +12,7 @@ import importlib.util
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,8 @@ def _from_config(file: Path, device: torch.device, dtype: torch.dtype | None) ->
         except (ValueError, AttributeError, TypeError, RuntimeError) as error:
             raise UserError(f"{file}: {config.model_type} cannot be narrowed ({first_line(error)}); give a smaller "
                             "one, or a function that returns it") from None
-    _shorten_windows(config)
+    if isinstance(getattr(config, "sliding_window", None), int):
+        config.sliding_window = min(config.sliding_window, WINDOW)
     config._experts_implementation = "eager"                     # the other kinds know no float64
     torch.manual_seed(0)
     model: Any
@@ -157,8 +158,7 @@ def narrow(config: Any) -> None:
     config.hidden_size = min(config.hidden_size, config.num_attention_heads * (64 if latent else head_dim))
     if "head_dim" in config.to_dict() and not latent:
         config.head_dim = head_dim
-    dense = getattr(config, "first_k_dense_replace", None)
-    if dense:
+    if getattr(config, "first_k_dense_replace", None):
         config.first_k_dense_replace = 1
     places = [kinds.index(kind) for kind in dict.fromkeys(kinds)] or [0]
     config.num_hidden_layers = max(2, len(places))
@@ -166,11 +166,6 @@ def narrow(config: Any) -> None:
         config.layer_types = [kinds[at] for at in places] + kinds[:1] * (config.num_hidden_layers - len(places))
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(config, name, None)
-
-
-def _shorten_windows(config: Any) -> None:
-    if isinstance(getattr(config, "sliding_window", None), int):
-        config.sliding_window = min(config.sliding_window, WINDOW)
 
 
 def _from_function(name: str, device: torch.device) -> Subject:
@@ -256,21 +251,18 @@ def sharpen(model: torch.nn.Module) -> None:
                 parameter.mul_(1 / size)
 
 
-def plain_copy(subject: Subject, kernel: str = "eager", dtype: torch.dtype | None = None) -> Any:
+def plain_copy(subject: Subject, kernel: str = "eager") -> Any:
     """Return the Transformers model rebuilt from its config and weights, with this attention; None if it cannot be."""
     inner = subject.inner
-    if inner is None:
-        return None
-    if kernel in ON_GPUS and subject.device.type != "cuda":
+    if inner is None or (kernel in ON_GPUS and subject.device.type != "cuda"):
         return None
     config = copy.deepcopy(inner.config)
     try:
-        plain = type(inner)._from_config(config, attn_implementation=kernel, dtype=dtype or subject.dtype)
-        state = {name: whole(one) for name, one in inner.state_dict().items()}
-        plain.load_state_dict(state)
+        plain = type(inner)._from_config(config, attn_implementation=kernel, dtype=subject.dtype)
+        plain.load_state_dict({name: whole(one) for name, one in inner.state_dict().items()})
     except (ValueError, RuntimeError, ImportError):
         return None
-    plain.to(subject.device, dtype or subject.dtype)
+    plain.to(subject.device, subject.dtype)
     return _ready(replace(subject, model=plain, inner=plain)).model
 
 
@@ -280,21 +272,21 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def with_attention(subject: Subject, enable: Callable[..., Any] | None, **options: Any) -> Subject:
+def with_attention(subject: Subject, enable: Callable[..., Any] | None) -> Subject:
     """Return the subject with distca's attention, named in what is said about it."""
     if enable is None:
         name = getattr(subject.config, "_attn_implementation", None)
         return subject if name is None else replace(subject, about=f"{subject.about}, attention {name}")
-    enable(subject.model, **options)
+    enable(subject.model)
     return replace(subject, about=f"{subject.about}, distca's attention")
 
 
-def windows(config: Any) -> Sequence[int | None] | None:
-    """Return the keys that a query of each layer sees by the config, None: all; or None for layers of other kinds."""
+def windows(config: Any) -> list[int | None]:
+    """Return the keys that a query of each layer sees by the config (None: all, 0: unknown), if it says."""
     layers = getattr(config, "num_hidden_layers", 0)
     kinds = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
     if kinds is None:
-        return None if getattr(config, "attention_chunk_size", None) else [window] * layers
+        return [] if getattr(config, "attention_chunk_size", None) else [window] * layers
     known = {"full_attention": None, "sliding_attention": window}
     return [known.get(kind, 0) for kind in kinds]

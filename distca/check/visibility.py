@@ -138,7 +138,7 @@ class Layer:
 def each_layer(world: World, batches: Sequence[Batch], tokens: Tokens) -> Iterator[Finding]:
     """Replay every attention layer with one token's input changed: which outputs move, and how far they reach."""
     parts = layers_of(world.subject.inner or world.subject.model)
-    seen = dict(enumerate(windows(world.subject.config) or []))
+    seen = dict(enumerate(windows(world.subject.config)))
     kinds = [(seen.get(part.layer_idx, 0), type(part)) for part in parts]
     parts = [part for at, part in enumerate(parts) if len(parts) <= MAX_LAYERS or kinds[:at].count(kinds[at]) < 2]
     calls = calls_of(world, batches, parts)
@@ -164,9 +164,7 @@ def _named(layers: Sequence[Layer]) -> str:
     return f"layer{'s' * (len(layers) > 1)} {', '.join(str(one.index) for one in layers)}"
 
 
-def _replayed(
-    world: World, tokens: Tokens, part: Any, call: Call, seen: dict[int, int | None]
-) -> Layer | None:
+def _replayed(world: World, tokens: Tokens, part: Any, call: Call, seen: dict[int, int | None]) -> Layer | None:
     """Replay a layer with one token's input changed at a time; None where it does not take [rows, tokens, hidden]."""
     (args, named), here = call, tokens.here(world.rank)
     named = {name: None if "past_key_value" in name else one for name, one in named.items()}  # a cache would grow

@@ -120,10 +120,9 @@ def is_shifted(world: World, batches: Sequence[Batch]) -> bool:
     labels = batch.get("labels")
     if labels is None or batch.get("shift_labels") is not None:
         return False
-    pairs = [(one, other) for one, other in zip(labels[:, :-1].flatten().tolist(), batch["input_ids"][:, 1:].flatten()
-                                                .tolist(), strict=True) if one != IGNORED]
-    likely = bool(pairs) and sum(one == other for one, other in pairs) > 0.5 * len(pairs)
-    loss = loss_in(world.run(batch)) if all(world.gather(likely)) else None
+    given = labels[:, :-1] != IGNORED
+    is_next = (labels[:, :-1] == batch["input_ids"][:, 1:])[given]
+    loss = loss_in(world.run(batch)) if all(world.gather(2 * int(is_next.sum()) > len(is_next))) else None
     if loss is None or subject.inner is None:
         return loss is not None
     total = sums(world.logits(batches), labels.flatten().numpy())

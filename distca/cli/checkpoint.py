@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from distca.cli.options import say
-from distca.validation import UserError, plain
+from distca.validation import UserError, check_choice, plain
 
 checkpoint_app = typer.Typer(help="Verify checkpoints of `distca train`.", no_args_is_help=True)
 Folder = Annotated[Path, typer.Argument(help="A checkpoint.folder, or one step_… folder of it.", show_default=False)]
@@ -74,7 +74,7 @@ def export_command(
     found = checkpoints_in(checkpoint)
     from distca.train.checkpoint.export import DTYPES, export_newest
 
-    if dtype and dtype not in DTYPES:
-        raise UserError(f"--dtype is {dtype!r}; choose one of: {', '.join(DTYPES)}")
+    if dtype:
+        check_choice("--dtype", dtype, DTYPES)
     export_newest(found, out, dtype=dtype or None)
     print(f"Next: AutoModelForCausalLM.from_pretrained({str(out)!r}) opens it.")

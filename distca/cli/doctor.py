@@ -1,4 +1,8 @@
-"""`distca doctor`: examine a machine or a cluster before the first run on it."""
+"""`distca doctor`: examine a machine or a cluster before the first run on it.
+
+`Examination` is what `distca check` shares: a roll call names the rank that hangs, and rank 0 shows the record. Ranks
+that are started here write it to a file instead, which the process that started them shows.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,18 @@ import json
 import logging
 import os
 import tempfile
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
 
 import distca
 from distca.cli.options import number, progress, say
-from distca.report.doctor import page, report
+from distca.report.doctor import Record, page, report
 from distca.train.launch import quiet_torch, rank_in, report_end, run_ranks, this_rank
 from distca.train.settings import Settings
 from distca.train.settings.checks import check_settings
@@ -36,24 +41,20 @@ def doctor_command(
 ) -> None:
     """Examine this machine, or torchrun's or srun's ranks: versions, links, attention, speed; exit code 1: wrong."""
     check_whole("timeout_seconds", timeout_seconds)
-    env = rank_in(os.environ)
+    env, examination = rank_in(os.environ), Examination(examine_group, page, as_json, num_updates=4)
     if env is None or env.rank == 0:
         say("distca doctor: loading torch …")
     if (broken := _without_torch()) is not None:
-        raise typer.Exit(_show(report([], broken), as_json))
+        raise typer.Exit(examination.show(report([], broken)))
     settings = Settings().with_values({"run.timeout_seconds": timeout_seconds, "run.device": device})
     check_settings(settings)
-    if env is not None:
-        code = run_ranks(settings, partial(examine_rank, as_json=as_json))
-        distca.end_process(code)
-    import torch
 
-    usual = 2 if device_for(settings, 0).type == "cpu" else torch.cuda.device_count()
-    ranks = check_whole("ranks", usual if ranks is None else ranks, most=MAX_LOCAL_RANKS)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "report.json"
-        code = run_ranks(settings.with_values({"run.ranks": ranks}), partial(examine_rank, as_json=as_json, file=file))
-        raise typer.Exit(code or _show(json.loads(file.read_text(encoding="utf-8")), as_json))
+    def usual() -> int:
+        import torch
+
+        return 2 if device_for(settings, 0).type == "cpu" else torch.cuda.device_count()
+
+    examination.run(settings, ranks, usual)
 
 
 def _without_torch() -> str | None:
@@ -68,35 +69,60 @@ def _without_torch() -> str | None:
     return None
 
 
-def examine_rank(settings: Settings, *, as_json: bool, file: Path | None = None) -> int:
-    """Examine the group as one of its ranks; rank 0 writes the report to the file, or shows it if there is none."""
+def examine_group(*place: Any) -> Record:
+    """Examine the group as one of its ranks."""
     from distca.profiling.doctor import examine
-    from distca.profiling.roll_call import RollCall
-    from distca.train.trainer import start_group
 
     logging.getLogger("distca").setLevel(logging.WARNING)
-    env, timeout = this_rank(), settings.run.timeout_seconds
-    patient = settings.with_values({"run.timeout_seconds": timeout + GROUP_GRACE_SECONDS})
-    call = RollCall(env.address, env.port, env.rank, env.world, timeout_seconds=timeout, report=report_end)
-    try:
-        with progress(4) if env.rank == 0 else nullcontext(lambda name: None) as update:
-            device = device_for(settings, env.local_rank)
-            join = partial(start_group, patient, device, env.local_world, store=call.for_torch, rank=env.rank,
-                           world_size=env.world)
-            found = report(examine(call, device, join, update))
-    except (RuntimeError, OSError, ValueError) as error:
-        call.lost(error)
-    code = int(not found["ok"])
-    if env.rank == 0:
-        if file is None:
-            _show(found, as_json)
-        else:
+    return report(examine(*place))
+
+
+class Examination(NamedTuple):
+    """What to examine and how to show it."""
+
+    examine: Callable[..., Record]  # by a RollCall, the device, a function that starts the process group, and progress
+    page: Callable[[Record], list[str]]
+    as_json: bool
+    num_updates: int
+    refusals: tuple[type[Exception], ...] = ()  # errors that end a rank without the roll call
+
+    def show(self, found: Record) -> int:
+        """Print what was found; return the exit code."""
+        print(json.dumps(found, indent=1) if self.as_json else "\n".join(self.page(found)), flush=True)
+        return int(not found["ok"])
+
+    def run(self, settings: Settings, ranks: int | None, usual: Callable[[], int]) -> NoReturn:
+        """Examine the launcher's ranks or, without a launcher, local ones, `usual` many by default; then exit."""
+        if rank_in(os.environ) is not None:
+            distca.end_process(run_ranks(settings, self.as_rank))
+        by_default = usual()
+        ranks = check_whole("ranks", by_default if ranks is None else ranks, most=MAX_LOCAL_RANKS)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "found.json"
+            code = run_ranks(settings.with_values({"run.ranks": ranks}), partial(self.as_rank, file=file))
+            raise typer.Exit(code or self.show(json.loads(file.read_text(encoding="utf-8"))))
+
+    def as_rank(self, settings: Settings, *, file: Path | None = None) -> int:
+        """Examine as one rank; rank 0 writes the record to the file, or shows it if there is none."""
+        from distca.profiling.roll_call import RollCall
+        from distca.train.trainer import start_group
+
+        env, timeout = this_rank(), settings.run.timeout_seconds
+        patient = settings.with_values({"run.timeout_seconds": timeout + GROUP_GRACE_SECONDS})
+        call = RollCall(env.address, env.port, env.rank, env.world, timeout_seconds=timeout, report=report_end)
+        try:
+            with progress(self.num_updates) if env.rank == 0 else nullcontext(lambda name: None) as update:
+                device = device_for(settings, env.local_rank)
+                join = partial(start_group, patient, device, env.local_world, store=call.for_torch, rank=env.rank,
+                               world_size=env.world)
+                found = self.examine(call, device, join, update)
+        except self.refusals:
+            raise
+        except (RuntimeError, OSError, ValueError) as error:
+            call.lost(error)
+        if env.rank == 0 and file is None:
+            self.show(found)
+        elif env.rank == 0 and file is not None:
             write_own(file, json.dumps(found))
-            code = 0                                             # the launcher shows it
-    call.close()                                                 # after rank 0 said it: torchrun ends all if one fails
-    return code if file is None else 0
-
-
-def _show(found: dict[str, Any], as_json: bool) -> int:
-    print(json.dumps(found, indent=1) if as_json else "\n".join(page(found)), flush=True)
-    return int(not found["ok"])
+        call.close()                                             # after rank 0 said it: torchrun ends all if one fails
+        return int(not found["ok"]) if file is None else 0

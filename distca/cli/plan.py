@@ -17,6 +17,7 @@ import numpy as np
 import typer
 from rich.console import Console
 
+from distca.cli import options
 from distca.cli.batches import (
     COST_HELP,
     DEFAULT_BATCHES,
@@ -27,20 +28,6 @@ from distca.cli.batches import (
     BatchesAsked,
     DealtBatches,
     read_batches,
-)
-from distca.cli.options import (
-    AUTO_HELP,
-    Column,
-    Format,
-    OnProgress,
-    Split,
-    Tokenizer,
-    number,
-    one_source,
-    page_writer,
-    plot_writer,
-    progress,
-    tolerance_option,
 )
 from distca.corpus.files import STDIN
 from distca.corpus.lengths import Reading
@@ -72,32 +59,32 @@ DEFAULTS = (("data", "prolong"), ("model", "llama3-8b"), ("seed", 0))  # of dist
 def plan_command(
     source: Annotated[list[str], typer.Argument(metavar="SOURCE", help=SOURCE_HELP)],
     model: Annotated[str, typer.Option(help="Named model, for the bytes of a token.")] = "llama3-8b",
-    tolerance: Annotated[Any, tolerance_option(
-        f"what makes the model's step quickest by --cost on --cluster, {AUTO_HELP}.")] = DEFAULT_TOLERANCE,
-    tp: Annotated[int, number("Tensor-parallel size: heads are divided by it.")] = 1,
+    tolerance: Annotated[Any, options.tolerance_option(
+        f"what makes the model's step quickest by --cost on --cluster, {options.AUTO_HELP}.")] = DEFAULT_TOLERANCE,
+    tp: Annotated[int, options.number("Tensor-parallel size: heads are divided by it.")] = 1,
     placement: Annotated[str, typer.Option(
         help="; ".join(f"{name}: {one.help}" for name, one in PLACEMENTS.items()) + ".")] = "balanced",
-    dedicated: Annotated[int, number("Servers that own no tokens, besides the ranks.")] = 0,
-    ranks_per_node: Annotated[int | None, number(
+    dedicated: Annotated[int, options.number("Servers that own no tokens, besides the ranks.")] = 0,
+    ranks_per_node: Annotated[int | None, options.number(
         "Ranks that share a node: work leaves a node only as far as the tolerance demands. Flat unless given.")] = None,
     cluster: Annotated[str | None, typer.Option(
         help="Instead of --ranks-per-node: a cluster, by name or TOML file, whose nodes the ranks fill.")] = None,
     cost: Annotated[str | None, typer.Option(
         help=f"{COST_HELP} Work is then seconds instead of causal pairs.")] = None,
-    ranks: Annotated[int | None, number(
+    ranks: Annotated[int | None, options.number(
         f"Ranks that own tokens; {DEFAULT_RANKS} unless SOURCE says. {UNITS_HELP}")] = None,
-    tokens_per_rank: Annotated[int | None, number(
+    tokens_per_rank: Annotated[int | None, options.number(
         f"Tokens of a rank in a batch; {DEFAULT_TOKENS_PER_RANK} unless given.")] = None,
-    batches: Annotated[int | None, number(
+    batches: Annotated[int | None, options.number(
         f"Batches to deal from a file, {DEFAULT_BATCHES}, or to sample, 1; the answer is their mean and the worst."
     )] = None,
     whole: Annotated[bool, typer.Option("--whole", help="Plan all documents of a file as one batch.")] = False,
-    column: Column = None,
-    format_: Format = None,
-    tokenizer: Tokenizer = None,
-    split: Split = None,
+    column: options.Column = None,
+    format_: options.Format = None,
+    tokenizer: options.Tokenizer = None,
+    split: options.Split = None,
     seed: Annotated[int | None, typer.Option(help="Of a sampler, or of a file's order; 0 unless given.")] = None,
-    max_document: Annotated[int | None, number("Cut longer documents to this many tokens.")] = None,
+    max_document: Annotated[int | None, options.number("Cut longer documents to this many tokens.")] = None,
     no_spanning: Annotated[bool, typer.Option(
         "--no-spanning", help="Cut documents at the ends of ranks; the parts do not attend to each other.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the tables.")] = False,
@@ -108,9 +95,9 @@ def plan_command(
 ) -> None:
     """Say how much faster balancing makes attention, over no balancing, and what has to travel for it."""
     check_whole("dedicated", dedicated, least=0, most=MAX_RANKS, why="as many servers as a plan has been tried with")
-    asked = BatchesAsked(one_source(source), ranks, tokens_per_rank, seed, max_document, batches, whole, no_spanning,
-                         Reading(format_, column, tokenizer, split))
-    draw, write_page = plot_writer("plot", plot), page_writer("html", html)
+    asked = BatchesAsked(options.one_source(source), ranks, tokens_per_rank, seed, max_document, batches, whole,
+                         no_spanning, Reading(format_, column, tokenizer, split))
+    draw, write_page = options.plot_writer("plot", plot), options.page_writer("html", html)
     pool = plan_pool(model, tp, tolerance, dedicated, placement, cost, ranks_per_node, cluster)
     planned = plan_asked(asked, pool)
     draw(planned.shown)
@@ -198,7 +185,7 @@ def _nodes(ranks_per_node: int | None, cluster: str | None, tp: int) -> tuple[in
 
 def plan_asked(asked: BatchesAsked, pool: PlanPool) -> PlannedBatches:
     """Read and plan the batches, with progress on stderr."""
-    with progress(1 + 4 * (asked.batches or DEFAULT_BATCHES)) as update:
+    with options.progress(1 + 4 * (asked.batches or DEFAULT_BATCHES)) as update:
         update("reading documents")
         dealt = read_batches(asked, lambda read: update(f"{read:,} documents", 0))
         source = f"{dealt.source}, cut at ranks" if asked.no_spanning else dealt.source
@@ -207,7 +194,7 @@ def plan_asked(asked: BatchesAsked, pool: PlanPool) -> PlannedBatches:
 
 
 def plan_batch(
-    lengths: np.ndarray, source: str, dealt: DealtBatches, pool: PlanPool, update: OnProgress
+    lengths: np.ndarray, source: str, dealt: DealtBatches, pool: PlanPool, update: options.OnProgress
 ) -> PlannedBatch:
     """Plan, validate and summarize one batch; only placement and balancing are timed."""
     cost, ranks = pool.cost, dealt.ranks
@@ -236,11 +223,11 @@ def simulate_line(
 ) -> str:
     """Return the `distca simulate` command for whole steps on the same lengths, on as many ranks if one fits there."""
     source, shown, reading = asked.source, planned.shown, asked.reading
-    options: dict[str, Any] = {"data": source, **names, **asdict(reading), "seed": asked.seed}
+    words: dict[str, Any] = {"data": source, **names, **asdict(reading), "seed": asked.seed}
     context = DEFAULT_CONTEXT
     if source not in SAMPLERS:
         longest = shown.plan.layout.lengths.max() if planned.corpus is None else planned.corpus.longest
-        context = options["context"] = fitting_context(min(int(longest), asked.max_document or MAX_TOKENS))
+        context = words["context"] = fitting_context(min(int(longest), asked.max_document or MAX_TOKENS))
     each = None if shown.tokens_per_rank == DEFAULT_TOKENS_PER_RANK else max(round(shown.tokens_per_rank / context), 1)
     sequences = None if each is None else each * shown.num_ranks  # None: as many as simulate takes by itself
     machines, table = find_cluster(names["cluster"] or TABLE_CLUSTER), find_cost(names["cost"] or TABLE)
@@ -249,10 +236,10 @@ def simulate_line(
     for tried in (replace(alone, tp=pool.tp, sequences=sequences), replace(alone, tp=pool.tp), alone):
         with suppress(UserError):
             fitting_settings(pool.model, machines, table, tried)
-            options |= {"gpus": tried.gpus, "tp": tried.tp, "sequences": tried.sequences}
+            words |= {"gpus": tried.gpus, "tp": tried.tp, "sequences": tried.sequences}
             break
-    options["batches"] = SIMULATED_BATCHES
-    given = [(name, value) for name, value in options.items() if value is not None and (name, value) not in DEFAULTS]
+    words["batches"] = SIMULATED_BATCHES
+    given = [(name, value) for name, value in words.items() if value is not None and (name, value) not in DEFAULTS]
     line = " ".join(["distca simulate", *(f"--{name} {shlex.quote(str(value))}" for name, value in given)])
     return f"… | {line}" if source == STDIN else line
 

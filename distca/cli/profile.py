@@ -36,10 +36,10 @@ def profile_command(
     from distca.profiling.network import measure_network
 
     chosen = profiling.settings(device, model, tp, kernel, max_kv_len, quick)
-    network = measure_network(chosen.device, ranks)
-    if network.measures_the_rest:
+    network, measures_the_rest = measure_network(chosen.device, ranks)
+    if measures_the_rest:
         with progress(chosen.num_updates) as update:
-            table = profiling.profile(chosen, update, network.cost)
+            table = profiling.profile(chosen, update, network)
         table.save(output)
         print(*profiling.describe(table), f"Written to {output}.",
               f"Next: distca plan LENGTHS --cost {shlex.quote(str(output))} plans with these seconds.", sep="\n")

@@ -6,7 +6,7 @@ another machine, so everything in them is checked before it is drawn.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -17,23 +17,8 @@ from distca.cli.options import Column, Format, Tokenizer, number, page_writer
 from distca.cli.plan import PlanPool, plan_asked
 from distca.corpus.lengths import Reading
 from distca.models import model_named
-from distca.report.figures import ReportData, StrategyFigures, Timeline, strategies_from_json, verdict
-from distca.report.runs import (
-    MAX_TRACE_BYTES,
-    RunFiles,
-    largest_waits,
-    named,
-    read_folder,
-    read_ranks,
-    read_steps,
-    read_traces,
-    run_verdict,
-    side_by_side,
-    step_detail,
-    summary_facts,
-    traces_of,
-    verdict_on_two,
-)
+from distca.report import runs
+from distca.report.figures import ReportData, Timeline, strategies_from_json, verdict
 from distca.validation import UserError, read_json
 from distca.workload.packing import PLACEMENTS
 
@@ -72,7 +57,7 @@ def report_command(
         asked = BatchesAsked(plan, ranks, tokens_per_rank, seed, reading=Reading(format_, column, tokenizer))
         data = plan_asked(asked, PlanPool(model_named(model), tolerance=tolerance, placement=placement)).page()
     logs = [(path, read_log(path)) for path in [*(paths or ()), *([compare] if compare else [])]]
-    comparison = next((log.comparison for _, log in logs if log.comparison), ())
+    comparison = next((run.comparison for _, run in logs if run.comparison), ())
     page = page_of_runs(logs, predicted=predicted, step=step, compared=compare is not None)
     write(replace(
         page, title=title or (f"Report of {', '.join(map(str, paths))}" if paths else data.title),
@@ -81,41 +66,34 @@ def report_command(
     print(f"Written to {out}. Open it in a browser.")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Log:
-    """Contents of one PATH."""
-
-    run: RunFiles = field(default_factory=RunFiles)
-    comparison: tuple[StrategyFigures, ...] = ()
-
-
 def page_of_runs(
-    logs: list[tuple[Path, Log]], *, predicted: Path | None = None, step: int | None = None, compared: bool = False
+    logs: list[tuple[Path, runs.RunFiles]], *, predicted: Path | None = None, step: int | None = None,
+    compared: bool = False,
 ) -> ReportData:
     """Build the page of what was logged: one run, in one or several PATHs, or with `compared` two runs."""
-    runs = [replace(log.run, figures=replace(log.run.figures, name=str(path)) if compared else log.run.figures)
-            for path, log in logs if log.run.figures is not None]
-    if compared and len(runs) != 2:
-        raise UserError(f"compare needs two runs with a steps.jsonl but there are {len(runs)}; give the log.folder of "
+    found = [replace(run, figures=replace(run.figures, name=str(path)) if compared else run.figures)
+             for path, run in logs if run.figures is not None]
+    if compared and len(found) != 2:
+        raise UserError(f"compare needs two runs with a steps.jsonl but there are {len(found)}; give the log.folder of "
                         "one as PATH and that of the other as --compare")
-    runs = runs[:1 + compared]
+    found = found[:1 + compared]
     timelines, shown = _timelines(logs, predicted, step)
-    ranks = next((read_ranks(path) for _, log in logs for at, path in log.run.ranks.items() if at == shown), None)
+    ranks = next((runs.read_ranks(path) for _, run in logs for at, path in run.ranks.items() if at == shown), None)
     return ReportData(
-        "distca report", facts=() if compared else tuple(fact for _, log in logs for fact in log.run.facts),
-        timelines=timelines, ranks=ranks, detail=None if shown is None else step_detail(shown, ranks),
-        waits=None if shown is None else largest_waits(timelines[0].traces, ranks),
-        runs=tuple(run.figures for run in runs if run.figures is not None),
-        sides=side_by_side([dict(run.facts) for run in runs]) if compared else (),
-        settings=side_by_side([run.settings for run in runs]),
-        verdict=verdict_on_two(*runs) if compared else run_verdict(runs[0]) if runs else "")
+        "distca report", facts=() if compared else tuple(fact for _, run in logs for fact in run.facts),
+        timelines=timelines, ranks=ranks, detail=None if shown is None else runs.step_detail(shown, ranks),
+        waits=None if shown is None else runs.largest_waits(timelines[0].traces, ranks),
+        runs=tuple(run.figures for run in found if run.figures is not None),
+        sides=runs.side_by_side([dict(run.facts) for run in found]) if compared else (),
+        settings=runs.side_by_side([run.settings for run in found]),
+        verdict=runs.verdict_on_two(*found) if compared else runs.run_verdict(found[0]) if found else "")
 
 
 def _timelines(
-    logs: list[tuple[Path, Log]], predicted: Path | None, step: int | None
+    logs: list[tuple[Path, runs.RunFiles]], predicted: Path | None, step: int | None
 ) -> tuple[tuple[Timeline, ...], int | None]:
     """Return the timelines, measured ones first, and the step of the first one."""
-    traced = [(path, log.run.traces) for path, log in logs if log.run.traces]
+    traced = [(path, run.traces) for path, run in logs if run.traces]
     if step is not None and not any(step in traces for _, traces in traced):
         known = sorted({number for _, traces in traced for number in traces})
         raise UserError(f"step is {step} but the traced steps are: {', '.join(map(str, known)) or 'none'}; name one "
@@ -125,31 +103,31 @@ def _timelines(
         chosen = max(traces) if step is None else step
         if chosen in traces:
             name = "measured" if len(traced) == 1 else str(path)
-            timelines.append(Timeline(f"{name}, step {chosen}", read_traces(traces[chosen])))
+            timelines.append(Timeline(f"{name}, step {chosen}", runs.read_traces(traces[chosen])))
             steps.append(chosen)
     if predicted is not None:
-        timelines.append(Timeline("predicted", read_traces(predicted)))
+        timelines.append(Timeline("predicted", runs.read_traces(predicted)))
     if len(timelines) > MAX_TIMELINES:
         raise UserError(f"PATH and --predicted hold {len(timelines)} timelines; give at most {MAX_TIMELINES}")
     return tuple(timelines), steps[0] if steps else None
 
 
-def read_log(path: Path) -> Log:
+def read_log(path: Path) -> runs.RunFiles:
     """Read a folder that `distca train` logged into, or one of its files."""
     if not path.exists():
         raise UserError(f"{path}: no such file or folder; give the log.folder of a run, or a file of it")
     if path.is_dir():
-        return Log(read_folder(path))
+        return runs.read_folder(path)
     if path.suffix == ".jsonl":
-        return Log(RunFiles(figures=read_steps(path)))
-    content = read_json(path, MAX_TRACE_BYTES)
+        return runs.RunFiles(figures=runs.read_steps(path))
+    content = read_json(path, runs.MAX_TRACE_BYTES)
     if isinstance(content, list):
-        return Log(RunFiles({named(path, traces_of, content)[0].step: path}))
+        return runs.RunFiles({runs.named(path, runs.traces_of, content)[0].step: path})
     if isinstance(content, dict) and "strategies" in content:
-        return Log(comparison=named(path, strategies_from_json, content))
+        return runs.RunFiles(comparison=runs.named(path, strategies_from_json, content))
     if isinstance(content, dict) and "tokens_per_second" in content:
-        named(path, summary_facts, content)
-        return Log(RunFiles(summary=content))
+        runs.named(path, runs.summary_facts, content)
+        return runs.RunFiles(summary=content)
     if isinstance(content, dict) and "traceEvents" in content:
         raise UserError(f"{path}: a Chrome trace, which a report cannot read; give the step_N.json beside it")
     raise UserError(f"{path}: neither a trace, a log nor a summary of a run, nor a comparison; give step_N.json, "

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from distca.cli.options import say
-from distca.validation import UserError, check_number
+from distca.validation import UserError, check_choice, check_number
 
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -27,8 +27,7 @@ def serve_command(
     host, _, port = join.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UserError(f"join is {join!r}; give HOST:PORT, such as 10.0.0.7:29600")
-    if device not in DEVICES:
-        raise UserError(f"device is {device!r}; choose one of: {', '.join(DEVICES)}")
+    check_choice("device", device, DEVICES)
     check_number("patience", patience, least=0)
     say("distca serve: loading torch …")
     import torch

@@ -13,21 +13,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from distca.cli import options
 from distca.cli.batches import BATCHES_WHY, COST_HELP, MAX_BATCHES, SOURCE_HELP, read_lengths
-from distca.cli.options import (
-    AUTO_HELP,
-    Column,
-    Format,
-    OnProgress,
-    Split,
-    Tokenizer,
-    check_output,
-    counts,
-    number,
-    page_writer,
-    progress,
-    tolerance_option,
-)
 from distca.corpus.lengths import Reading
 from distca.cost.mixed_pool import find_cost
 from distca.cost.network import find_cluster
@@ -47,32 +34,33 @@ from distca.validation import UNITS_HELP, check_whole, write_own
 from distca.workload.sequences import Source
 
 MAX_WORKERS = 1024
+AUTO_HELP = f"0.05, of which distca chooses {options.AUTO_HELP} for the run."
 
 
 def simulate_command(
     model: Annotated[str, typer.Option(help="Named model.")] = "llama3-8b",
-    gpus: Annotated[int | None, number(
+    gpus: Annotated[int | None, options.number(
         f"GPUs in all; {DEFAULT_GPUS}, or as many more as the model needs. {UNITS_HELP}")] = None,
-    context: Annotated[int | None, number(
+    context: Annotated[int | None, options.number(
         f"Tokens of a sequence; {DEFAULT_CONTEXT}, or what the longest document of a file reaches.")] = None,
-    tp: Annotated[int | None, number(
+    tp: Annotated[int | None, options.number(
         "Tensor-parallel size; a pool rank is this many GPUs. By default a node's, as far as it divides.")] = None,
     pp: Annotated[str | None, typer.Option(
         help="Pipeline stages; 1, or as many as it takes to fit. With several, as in 2,4, each strategy keeps its best."
     )] = None,
-    ep: Annotated[int | None, number(
+    ep: Annotated[int | None, options.number(
         "GPUs of a stage over which a layer's experts are divided; 1, or as many as it takes to fit.")] = None,
     data: Annotated[str, typer.Option(metavar="SOURCE", help=SOURCE_HELP)] = "prolong",
-    column: Column = None,
-    format_: Format = None,
-    tokenizer: Tokenizer = None,
-    split: Split = None,
+    column: options.Column = None,
+    format_: options.Format = None,
+    tokenizer: options.Tokenizer = None,
+    split: options.Split = None,
     batches: Annotated[int, typer.Option(help="Sampled batches.")] = 30,
     strategies: Annotated[str, typer.Option(help=f"All, or some of: {', '.join(NAMES)}.")] = "all",
-    tolerance: Annotated[Any, tolerance_option(f"0.05, of which distca chooses {AUTO_HELP} for the run.")] = "auto",
+    tolerance: Annotated[Any, options.tolerance_option(AUTO_HELP)] = "auto",
     cluster: Annotated[str, typer.Option(help=f"One of {', '.join(CLUSTERS)}, or a TOML file.")] = "dgx-h200",
     cost: Annotated[str, typer.Option(help=COST_HELP)] = "h200",
-    sequences: Annotated[int | None, number(
+    sequences: Annotated[int | None, options.number(
         "Sequences per step; as many as give each data rank 64K tokens of a micro-batch.")] = None,
     micro_batches: Annotated[str | None, typer.Option(
         help="1, or two per pipeline stage; with several, as in 8,16, each strategy keeps its best.")] = None,
@@ -93,7 +81,7 @@ def simulate_command(
     check_whole("workers", 1 if workers is None else workers, most=MAX_WORKERS, why="one process for each core")
     outputs = Outputs.to(trace, html)
     names = NAMES if strategies == "all" else tuple(name.strip() for name in strategies.split(","))
-    with progress(batches + 2) as update:
+    with options.progress(batches + 2) as update:
         update("reading documents")
         source = read_lengths(data, Reading(format_, column, tokenizer, split),
                               lambda read: update(f"{read:,} documents", 0))
@@ -132,7 +120,7 @@ def _context(source: Source) -> int:
 
 
 def _several(field: str, text: str | None) -> tuple[int, ...] | None:
-    return None if text is None else tuple(counts(field, text))
+    return None if text is None else tuple(options.counts(field, text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +135,10 @@ class Outputs:
     def to(cls, trace: Path | None, html: Path | None) -> Outputs:
         """Check the paths before the long computation."""
         if trace is not None:
-            check_output("trace", trace)
-        return cls(trace, html, page_writer("html", html))
+            options.check_output("trace", trace)
+        return cls(trace, html, options.page_writer("html", html))
 
-    def write(self, question: Question, comparison: Comparison, update: OnProgress) -> None:
+    def write(self, question: Question, comparison: Comparison, update: options.OnProgress) -> None:
         """Replay the first batch under the last strategy (ours, if it ran) and, for the page, the best baseline."""
         if self.trace is None and self.html is None:
             return

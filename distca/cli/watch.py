@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import typer
 
 from distca.cli.options import number
-from distca.cli.report import Log, page_of_runs
+from distca.cli.report import page_of_runs
 from distca.report.page import payload_of, render_page, sections_of, summary
 from distca.report.runs import RunFiles, read_folder
 from distca.validation import UserError, check_whole
@@ -112,14 +112,14 @@ class PageRequest(BaseHTTPRequestHandler):
 
 def live_page(run: Path) -> str:
     files = read_folder(run, live=True)
-    data = replace(page_of_runs([(run, Log(files))]), title=f"Run {run}")
+    data = replace(page_of_runs([(run, files)]), title=f"Run {run}")
     return render_page(data, live=_contents(files))
 
 
 def live_figures(run: Path) -> str:
     """Return the summary, the curves and how far the run is, as JSON; traces are left to the page."""
     files = read_folder(run, live=True)
-    data = page_of_runs([(run, Log(replace(files, traces={}, ranks={})))])
+    data = page_of_runs([(run, replace(files, traces={}, ranks={}))])
     return json.dumps({"contents": _contents(files), "summary": summary(data), "status": _status(run, files),
                        "run": payload_of(sections_of(data)).get("run")}, allow_nan=False)
 

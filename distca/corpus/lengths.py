@@ -132,7 +132,10 @@ def _read_file(name: str, format_: str | None, wanted: Wanted) -> Workload | Ite
         raise unknown_name("format", format_, FORMATS)
     format_ = format_of(name) if format_ is None else format_
     if format_ == "npy":
-        return iter([_array_lengths(tables.open_array(name))])
+        array = tables.open_array(name)
+        if array.ndim != 1 or array.dtype.kind not in "iuf":
+            raise UserError(f"an array of {array.dtype} with shape {array.shape}; give whole numbers in one dimension")
+        return iter([_checked(array, lambda index: f"lengths[{index}]")])
     if format_ not in ("parquet", "arrow"):
         return _read_text(name, format_, wanted)
     if name == STDIN:
@@ -330,12 +333,6 @@ def _checked(array: np.ndarray, where: Where) -> IntArray:
             raise bad_length(where(int(bad.argmax())), float(array[bad.argmax()]))
         array = array.astype(np.int64)
     return check_lengths(array, most=MAX_CORPUS_DOCUMENTS, where=where)
-
-
-def _array_lengths(array: np.ndarray) -> IntArray:
-    if array.ndim != 1 or array.dtype.kind not in "iuf":
-        raise UserError(f"an array of {array.dtype} with shape {array.shape}; give whole numbers in one dimension")
-    return _checked(array, lambda index: f"lengths[{index}]")
 
 
 def _table_lengths(shards: Sequence[Path], wanted: Wanted) -> Iterator[IntArray]:

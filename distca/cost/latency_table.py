@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from distca.cost.work import attention_backward_flops, attention_flops
 from distca.spec import MAX_RATE, ModelShape
-from distca.validation import UserError, check_name, check_number, check_whole, parse_json, read_text, short
+from distca.validation import UserError, check_name, check_number, check_whole, errors_in, read_json, short
 from distca.workload.documents import check_lengths
 
 IntArray = npt.NDArray[np.int64]
@@ -254,9 +254,8 @@ class LatencyTable:
 
     @classmethod
     def load(cls, path: str | Path) -> "LatencyTable":
-        text = read_text(path)
-        try:
-            content = parse_json(text)
+        content = read_json(path)
+        with errors_in(path):
             if not isinstance(content, dict) or content.get("format") != FORMAT:
                 raise UserError(f"not a latency table: its format is not {FORMAT!r}; give a file that profiling wrote")
             if content.get("version") != VERSION:
@@ -266,8 +265,6 @@ class LatencyTable:
             if missing:
                 raise UserError(f"latency table without {', '.join(missing)}; profile again")
             return cls(**{key: content[key] for key in _KEYS})
-        except UserError as error:
-            raise UserError(f"{path}: {error}") from None
 
 
 def peak_rate(q_len: IntArray, kv_len: IntArray, seconds: FloatArray) -> float:

@@ -26,7 +26,7 @@ from distca.columns import added, freeze
 from distca.cost.attention_time import AttentionTime, Column, FloatArray, find_table
 from distca.cost.latency_table import LatencyTable
 from distca.spec import ModelShape, unknown_name
-from distca.validation import MAX_RANKS, UserError, check_name, check_number, check_whole, read_toml, short
+from distca.validation import MAX_RANKS, UserError, check_name, check_number, check_whole, errors_in, read_toml, short
 
 MAX_KINDS = 64
 _LEAST_SPEED, _MOST_SPEED = 1e-3, 1e3
@@ -141,7 +141,7 @@ def time_of(cost: Cost, model: ModelShape, tp: int = 1, scale: float = 1.0) -> A
 def read_pool(path: str | Path) -> MixedPool:
     """Return the pool in a TOML file."""
     content = read_toml(path)
-    try:
+    with errors_in(path):
         for key in content:
             if key != "servers":
                 raise unknown_name("field", key, ("servers",))
@@ -150,8 +150,6 @@ def read_pool(path: str | Path) -> MixedPool:
             raise UserError(f"servers is {short(listed)}; give a list of 1 to {MAX_KINDS} kinds, each as "
                             '{ranks = 8, table = "h200"}')
         return MixedPool(tuple(_kind(entry, number, Path(path).parent) for number, entry in enumerate(listed)))
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
 
 
 def _kind(entry: Any, number: int, folder: Path) -> ServerKind:

@@ -19,7 +19,7 @@ from typing import Any
 
 from distca.cost.latency_table import LatencyTable
 from distca.spec import CLUSTERS, MAX_RATE, ClusterShape, cluster_named, unknown_name
-from distca.validation import UserError, check_name, check_number, check_whole, read_toml, short
+from distca.validation import UserError, check_name, check_number, check_whole, errors_in, read_toml, short
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +122,8 @@ def find_cluster(name: str) -> ClusterShape:
 def read_cluster(path: str | Path) -> ClusterShape:
     """Return the cluster in a TOML file."""
     content = read_toml(path)
-    try:
+    with errors_in(path):
         return _cluster(content, Path(path).stem)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
 
 
 def _cluster(content: dict[str, Any], stem: str) -> ClusterShape:

@@ -15,19 +15,15 @@ def check_version(package: str, version: str) -> None:
     """Raise a one-line ImportError if the version is not supported."""
     first, below = _SUPPORTED[package]
     if not first <= tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < below:
-        raise ImportError(f"{package} is {version} but distca supports {_range(package)}; {_remedy(package)}")
+        raise ImportError(f"{package} is {version} but distca supports {_supported(package)}")
 
 
 def not_installed(package: str, error: ImportError) -> ImportError:
     """Return the one-line error of an integration whose package cannot be imported."""
-    return ImportError(f"this integration needs {package} {_range(package)}; {_remedy(package)} ({error})")
+    return ImportError(f"this integration needs {package} {_supported(package)} ({error})")
 
 
-def _range(package: str) -> str:
+def _supported(package: str) -> str:
+    """Return the supported versions, and how to install one."""
     first, below = (".".join(map(str, edge)) for edge in _SUPPORTED[package])
-    return f"from {first} to below {below}"
-
-
-def _remedy(package: str) -> str:
-    first, below = (".".join(map(str, edge)) for edge in _SUPPORTED[package])
-    return f"pip install '{package}>={first},<{below}'"
+    return f"from {first} to below {below}; pip install '{package}>={first},<{below}'"

@@ -34,7 +34,7 @@ from distca.models import shape_of_config
 from distca.planning.plan import Plan
 from distca.runtime.prepared import Shapes
 from distca.runtime.transport import Transport
-from distca.validation import UserError
+from distca.validation import UserError, check_choice
 
 try:
     import transformers
@@ -72,8 +72,7 @@ def enable(
     if inner is None:
         raise UserError(f"model is a {type(model).__name__} without a transformers model inside; give a "
                         "PreTrainedModel, wrapped or not")
-    if evaluation not in EVALUATION:
-        raise UserError(f"evaluation is {evaluation!r}; choose one of: {', '.join(EVALUATION)}")
+    check_choice("evaluation", evaluation, EVALUATION)
     _check_config(inner.config)
     if not inner._can_set_attn_implementation():
         raise _refused(inner.config, "its attention does not go through transformers' AttentionInterface")
@@ -83,10 +82,11 @@ def enable(
         kernel_named(kernel)
     served = _Served.of(inner.config, evaluation == "pool", group=group, tolerance=tolerance, kernel=kernel,
                         state=state, transport=transport, cost=cost)
-    for part in _mask_makers(inner):
-        if attached(part) is None:
-            part.register_forward_pre_hook(_enter, with_kwargs=True)
-        attach(part, served)
+    for part in inner.modules():                                 # the innermost models build the masks
+        if isinstance(part, PreTrainedModel) and not any(isinstance(one, PreTrainedModel) for one in part.children()):
+            if attached(part) is None:
+                part.register_forward_pre_hook(_enter, with_kwargs=True)
+            attach(part, served)
     inner.set_attn_implementation(NAME)
     if served.whole_only is not None:
         warn_once(f"distca balances the attention layers of {inner.config.model_type} alone: {served.whole_only}")
@@ -120,12 +120,6 @@ def _stateful_reason(config: PreTrainedConfig) -> str | None:
 
 def _refused(config: Any, reason: str) -> ValueError:
     return UserError(f"distca cannot serve the attention of {config.model_type}: {reason}")
-
-
-def _mask_makers(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """Return the innermost models, which build the masks, without the models with heads that wrap them."""
-    models = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    return [part for part in models if not any(isinstance(below, PreTrainedModel) for below in part.children())]
 
 
 @torch.compiler.disable(reason="looks at values")
@@ -249,16 +243,6 @@ class _Served:
 _RUNNING: ContextVar[_Served | None] = ContextVar("running", default=None)  # the model whose masks are being built
 
 
-def _served(config: PreTrainedConfig) -> _Served:
-    """Return the running model's state; models without `enable` use the default group."""
-    if (served := _RUNNING.get()) is not None:
-        return served
-    if attached(config) is None:
-        _check_config(config)
-        attach(config, _Served.of(config, False))
-    return attached(config)
-
-
 def packed_mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0, **about: Any
 ) -> PackedMask | torch.Tensor | None:
@@ -276,7 +260,13 @@ def packed_mask(
 
 @torch.compiler.disable(reason="distca makes no mask but notes a forward")
 def _mask_of_forward(config: PreTrainedConfig, window: int | None, padding: torch.Tensor | None) -> PackedMask:
-    served = _served(config)
+    served = _RUNNING.get()
+    if served is None:                                           # a model without `enable`: of the default group
+        if attached(config) is None:
+            _check_config(config)
+            attach(config, _Served.of(config, False))
+        served = attached(config)
+        assert served is not None
     forward = served.forward
     if forward is None or forward.batch is not None or window in forward.windows:
         forward = served.forward = _Forward(served)              # a forward builds each kind of mask only once
@@ -355,14 +345,10 @@ def _ordinary(
         return sdpa_attention_forward(module, *qkv, attention_mask, dropout, scaling, **about)
     if attention_mask is not None and attention_mask.dtype is torch.bool:
         attention_mask = attention_mask.logical_not().to(qkv[0].dtype) * torch.finfo(qkv[0].dtype).min
-    out, _ = _eager_attention(type(module))(module, *qkv, attention_mask, scaling=scaling, dropout=dropout, **about)
+    modules = (sys.modules[above.__module__] for above in type(module).__mro__)
+    eager = next(one.eager_attention_forward for one in modules if hasattr(one, "eager_attention_forward"))
+    out, _ = eager(module, *qkv, attention_mask, scaling=scaling, dropout=dropout, **about)  # with softcap and sinks
     return out, None
-
-
-def _eager_attention(kind: type[torch.nn.Module]) -> Any:
-    """Return the model's eager attention, with softcap and sinks; every model's module defines this name."""
-    modules = (sys.modules[above.__module__] for above in kind.__mro__)
-    return next(module.eager_attention_forward for module in modules if hasattr(module, "eager_attention_forward"))
 
 
 @cache

@@ -70,9 +70,14 @@ def outline_of_nodes(
     pool = check_pool(speed, layout.num_ranks)
     levels = check_topology(topology, len(pool))
     at_home = Plan(layout, tasks_at_home(layout), pool, tolerance, model, tp, topology=topology)
-    cap = (1.0 + tolerance) * at_home.work().sum() * pool / pool.sum()
-    dealer = Dealer(layout, levels, cap, tolerance, _prices(at_home, pairs_of_shard), _pairs_of_tasks, is_outline=True)
+    dealer = Dealer(layout, levels, caps(at_home.work(), pool, tolerance), tolerance, _prices(at_home, pairs_of_shard),
+                    _pairs_of_tasks, is_outline=True)
     return replace(at_home, tasks=dealer.deal(at_home.tasks)[0])
+
+
+def caps(work: np.ndarray, speed: np.ndarray, tolerance: float) -> np.ndarray:
+    """[servers] Return the cap on the work of each: its share by speed, plus the tolerance."""
+    return (1.0 + tolerance) * work.sum() * speed / speed.sum()
 
 
 def _prices(plan: Plan, measure: Measure) -> Prices:
@@ -82,8 +87,7 @@ def _prices(plan: Plan, measure: Measure) -> Prices:
 
 def _in_pairs(at_home: Plan) -> Plan:
     load, pool, tolerance = at_home.work(), at_home.speed, at_home.tolerance
-    cap = (1.0 + tolerance) * load.sum() * pool / pool.sum()
-    tasks, limit = _moved(at_home, load, cap, _prices(at_home, pairs_of_shard), _pairs_of_tasks)
+    tasks, limit = _moved(at_home, load, caps(load, pool, tolerance), _prices(at_home, pairs_of_shard), _pairs_of_tasks)
     plan = replace(at_home, tasks=tasks)
     return plan if max_over_mean(plan.work(), pool) <= 1.0 + tolerance else replace(plan, limit=limit)
 
@@ -105,9 +109,6 @@ def _in_seconds(at_home: Plan, cost: AttentionTime) -> Plan:
         some = tasks.take(tasks.kv_stop > tasks.kv_start)
         return np.bincount(some.server, weights=seconds_of_tasks(some), minlength=len(pool))
 
-    def caps(work: np.ndarray, tolerance: float) -> np.ndarray:
-        return (1.0 + tolerance) * work.sum() * pool / pool.sum()
-
     prices = _prices(at_home, cache(lambda q_len, kv_len: cost.shard(q_len, max(kv_len, q_len), backward)))
     in_pairs = _in_pairs(replace(at_home, cost=None, backward=False))
     load = load_of(at_home.tasks)
@@ -120,8 +121,9 @@ def _in_seconds(at_home: Plan, cost: AttentionTime) -> Plan:
     for _ in range(_PASSES):
         if max_over_mean(work, pool) <= 1.0 + tolerance or in_vain == _PATIENCE:
             break
-        tasks = (_moved(at_home, load, caps(load, tolerance), prices, seconds_of_tasks)[0] if before is None else
-                 shed(before[0].tasks, before[1], caps(before[1], _AIM * tolerance), prices, _nodes(at_home)))
+        tasks = (_moved(at_home, load, caps(load, pool, tolerance), prices, seconds_of_tasks)[0] if before is None else
+                 shed(before[0].tasks, before[1], caps(before[1], pool, _AIM * tolerance), prices,
+                      _nodes(at_home)))
         plan = replace(at_home, tasks=tasks)
         taken = plan.work()
         part = _slowest(taken, pool) / _slowest(work, pool)

@@ -23,7 +23,7 @@ import numpy as np
 
 from distca.columns import added
 from distca.cost.attention_time import AttentionTime
-from distca.planning.balance import balance, outline_of_nodes
+from distca.planning.balance import balance, caps, outline_of_nodes
 from distca.planning.orders import same_phase_ticks
 from distca.planning.plan import Plan, max_over_mean, server_work
 from distca.planning.schedule import IDLE, Ticks, tick_layout
@@ -32,17 +32,8 @@ from distca.planning.tasks import tasks_at_home
 from distca.planning.traffic import traffic_of_nics
 from distca.spec import ModelShape
 from distca.validation import UserError, check_whole, short
+from distca.workload import packing
 from distca.workload.layout import Layout
-from distca.workload.packing import (
-    NO_CUTS,
-    Aim,
-    DocumentWork,
-    causal_work,
-    check_pool,
-    check_tolerance,
-    pack_ping_pong,
-    pack_whole,
-)
 from distca.workload.topology import Topology
 
 AUTO: Literal["auto"] = "auto"
@@ -62,7 +53,7 @@ def asked_tolerance(value: float | str) -> float | Literal["auto"]:
         number = float(value)
     except ValueError:
         raise UserError(f"tolerance is {short(value)}; give a number from 0 to 1, such as 0.05, or auto") from None
-    check_tolerance(number)
+    packing.check_tolerance(number)
     return number
 
 
@@ -89,7 +80,7 @@ def plan_step(
     if (ticks.num_parts, ticks.num_micro_batches) != (len(layers), len(micro_batches)):
         raise UserError(f"ticks have {ticks.num_parts} parts and {ticks.num_micro_batches} micro-batches, layers have "
                         f"{len(layers)} and documents {len(micro_batches)}; make ticks for these")
-    pool = check_pool(speed, ticks.num_stages * num_data)
+    pool = packing.check_pool(speed, ticks.num_stages * num_data)
     if cost is not None:
         cost.check_servers(len(pool))
     for count in layers:
@@ -180,7 +171,7 @@ def _no_worse_than_given(inputs: _Inputs, placement: str) -> StepPlan:
     else:
         given = _planned(inputs, *all_given)
         theirs = _sent(given.forward_plans())
-    work = np.array([causal_work(np.zeros_like(lengths), lengths).sum() for lengths in inputs.lengths])
+    work = np.array([packing.causal_work(np.zeros_like(lengths), lengths).sum() for lengths in inputs.lengths])
     heaviest = [max(call.running, key=lambda one: -1.0 if one == IDLE else work[one]) for call in here]
     mine, others = (np.bincount(heaviest, weights=columns[:, -1], minlength=count) for columns in (sent, theirs))
     quieter = others < _QUIETER * mine                           # [micro-batches]
@@ -203,18 +194,18 @@ def _packed(inputs: _Inputs, placements: Sequence[str]) -> tuple[MicroBatch, ...
     ranks = stages * inputs.num_data
     share = np.append(inputs.speed[:ranks].reshape(stages, -1).mean(axis=0),  # data ranks of a stage
                       inputs.speed[ranks:].sum() / stages)                    # last: dedicated servers
-    cut = pack_ping_pong if inputs.ping_pong else pack_whole
-    aim = Aim(inputs.tolerance, share, work_of_documents(inputs.cost),
-              NO_CUTS if inputs.cost is None else inputs.cost.cuts(),
+    cut = packing.pack_ping_pong if inputs.ping_pong else packing.pack_whole
+    aim = packing.Aim(inputs.tolerance, share, work_of_documents(inputs.cost),
+              packing.NO_CUTS if inputs.cost is None else inputs.cost.cuts(),
               None if inputs.topology is None else inputs.topology.first(inputs.num_data))
     return tuple(MicroBatch(lengths, cut(lengths, ranks=inputs.num_data, placement=placement, aim=aim))
                  for lengths, placement in zip(inputs.lengths, placements, strict=True))
 
 
-def work_of_documents(cost: AttentionTime | None) -> DocumentWork:
+def work_of_documents(cost: AttentionTime | None) -> packing.DocumentWork:
     """Return the work that placement balances: causal pairs, or forward plus backward seconds."""
     if cost is None:
-        return causal_work
+        return packing.causal_work
     return lambda start, stop: cost.shards(stop - start, stop) + cost.shards(stop - start, stop, backward=True)
 
 
@@ -329,8 +320,7 @@ def _least_bytes(inputs: _Inputs, layout: Layout) -> tuple[float, float]:
     if len(distinct) > layout.num_documents:
         return 0.0, 0.0
     load = server_work(tasks_at_home(layout), len(speed), None)
-    cap = (1.0 + inputs.tolerance) * load.sum() * speed / speed.sum()
-    surplus = np.maximum(load - cap, 0.0)
+    surplus = np.maximum(load - caps(load, speed, inputs.tolerance), 0.0)
     q_bytes, out_bytes, kv_bytes = (size(inputs.tp) for size in (
         inputs.model.q_token_bytes, inputs.model.out_token_bytes, inputs.model.kv_token_bytes))
     return (2.0 * np.sqrt(surplus * (q_bytes + out_bytes) * kv_bytes).sum(),

@@ -257,11 +257,15 @@ def shed(
 def _keys_served(tasks: TaskTable) -> list[Held]:
     """List (document, server, keys): the first keys of documents that servers have received or own."""
     first = np.flatnonzero(tasks.kv_start == 0)
-    keys: dict[tuple[int, int], int] = {}
-    for document, server, stop in zip(*(column[first].tolist() for column in (
-            tasks.document, tasks.server, tasks.kv_stop)), strict=True):
-        keys[document, server] = max(stop, keys.get((document, server), 0))
-    return [(*key, stop) for key, stop in keys.items()]
+    return _most_keys(tasks.document[first], tasks.server[first], tasks.kv_stop[first])
+
+
+def _most_keys(document: np.ndarray, unit: np.ndarray, keys: np.ndarray) -> list[Held]:
+    """List the largest number of keys for each document and unit."""
+    most: dict[tuple[int, int], int] = {}
+    for one, where, stop in zip(document.tolist(), unit.tolist(), keys.tolist(), strict=True):
+        most[one, where] = max(stop, most.get((one, where), 0))
+    return [(*key, stop) for key, stop in most.items()]
 
 
 class Dealer:
@@ -318,12 +322,9 @@ class Dealer:
         cap = np.append((1.0 if depth == len(self.levels) else self.outer_part) * cap, 0.0)  # nothing stays outside
         if not (load > cap).any():
             return tasks
-        keys: dict[tuple[int, int], int] = {}                    # (document, unit) -> most keys of any rank
-        for document, unit, stop in zip(held[:, 0].tolist(), self.unit_of[held[:, 1]].tolist(), held[:, 2].tolist(),
-                                        strict=True):
-            keys[document, unit] = max(stop, keys.get((document, unit), 0))
-        moved, _, limit = Mover(tasks, load, cap, ((*key, stop) for key, stop in keys.items()), self.prices,
-                                _UNIT_NAMES[depth - len(self.levels)], names.tolist()).run()
+        keys = _most_keys(held[:, 0], self.unit_of[held[:, 1]], held[:, 2])  # of any rank of the unit
+        moved, _, limit = Mover(tasks, load, cap, keys, self.prices, _UNIT_NAMES[depth - len(self.levels)],
+                                names.tolist()).run()
         self.limits += [] if limit is None else [limit]
         return moved
 

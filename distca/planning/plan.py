@@ -127,7 +127,8 @@ class Plan:
         _check_coverage(self)
 
     def summary(self) -> PlanSummary:
-        moved = self.traffic()
+        moved, q_len = self.traffic(), self.tasks.q_len
+        counted = (q_len >= TILE) | (self.tasks.q_stop != self.layout.stop[_slice_of_task(self)])
         q_tokens, kv_tokens = int(moved.q_tokens.sum()), int(moved.kv_tokens.sum())
         work = self.work()
         home_work = server_work(tasks_at_home(self.layout), self.num_servers, self.cost, self.backward, self.window)
@@ -140,7 +141,7 @@ class Plan:
         return PlanSummary(
             num_tasks=len(self.tasks),
             num_moved=int((self.tasks.home != self.tasks.server).sum()),
-            smallest_shard=_smallest_shard(self),
+            smallest_shard=int((q_len[counted] if counted.any() else q_len).min()),
             work=work if self.cost is None else work / self.cost.speeds(self.num_servers),
             work_max_over_mean=max_over_mean(work, self.speed),
             work_max_over_mean_at_home=max_over_mean(home_work, self.speed),
@@ -251,10 +252,3 @@ def _check_coverage(plan: Plan) -> None:
 def _slice_of_task(plan: Plan) -> np.ndarray:
     layout, tasks = plan.layout, plan.tasks
     return Positions.of(layout.document, layout.start, layout.lengths).holding(tasks.document, tasks.q_start)
-
-
-def _smallest_shard(plan: Plan) -> int:
-    """Return the queries of the smallest task, except for short ends of documents and slices."""
-    q_len = plan.tasks.q_len
-    counted = (q_len >= TILE) | (plan.tasks.q_stop != plan.layout.stop[_slice_of_task(plan)])
-    return int((q_len[counted] if counted.any() else q_len).min())

@@ -138,7 +138,8 @@ def _best_bands(layout: Layout, run: list[int], prices: Prices) -> tuple[list[tu
         for first in range(n - 1, max(n - _WIDEST, 0) - 1, -1):
             if rank[first] in rank[first + 1:n]:
                 break                                            # a rank serves one part of a band
-            num_bytes = best[first] + _band_bytes(start[first], stop[n - 1], start[n - 1], n - first, prices)
+            queries = (n - first - 1) * (stop[n - 1] - start[first])  # that travel: to all ranks of the band but one
+            num_bytes = best[first] + (start[n - 1] * prices.kv_bytes + queries * prices.q_bytes)
             if num_bytes < best[n]:
                 best[n], begin[n] = num_bytes, first
     bands, n = [], len(run)
@@ -147,13 +148,6 @@ def _best_bands(layout: Layout, run: list[int], prices: Prices) -> tuple[list[tu
             bands.append((begin[n], n - 1))
         n = begin[n]
     return bands, best[-1]
-
-
-def _band_bytes(q_start: int, q_stop: int, last_start: int, num_slices: int, prices: Prices) -> float:
-    if num_slices == 1:
-        return q_start * prices.kv_bytes
-    width = q_stop - q_start
-    return last_start * prices.kv_bytes + (num_slices - 1) * width * prices.q_bytes
 
 
 def _key_shares(

@@ -19,8 +19,7 @@ import numpy as np
 
 from distca.columns import freeze
 from distca.cost.work import attention_backward_flops, attention_flops
-from distca.planning.local_orders import one_forward_one_backward
-from distca.planning.orders import same_phase_ticks
+from distca.planning.orders import one_forward_one_backward, same_phase_ticks
 from distca.planning.plan import Plan, max_over_mean, server_work
 from distca.planning.schedule import IDLE, Ticks, tick_layout
 from distca.planning.tasks import tasks_at_home

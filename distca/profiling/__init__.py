@@ -32,7 +32,7 @@ from distca.kernels.interface import BackwardInputs
 from distca.models import model_named
 from distca.profiling.machine import Run, cpu_name, in_turns, queued_samples, versions
 from distca.spec import ModelShape
-from distca.validation import UserError, check_whole
+from distca.validation import UserError, check_choice, check_whole
 
 MIN_LEN = 128
 MAX_Q_LEN = 2**16  # longer shards run at the rate of these
@@ -97,8 +97,7 @@ def settings(
     max_kv_len: int | None = None, quick: bool = False,
 ) -> ProfileSettings:
     """Check the options; `quick` takes every second length and few samples."""
-    if device not in DEVICES:
-        raise UserError(f"device is {device!r}; choose one of: {', '.join(DEVICES)}")
+    check_choice("device", device, DEVICES)
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device is 'cuda' but torch finds no GPU; give --device cpu, or install torch with CUDA")
     use_gpu = torch.cuda.is_available() if device == "auto" else device == "cuda"

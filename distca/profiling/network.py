@@ -42,18 +42,10 @@ class ExchangeCost:
     seconds: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class NetworkPart:
-    """Network entry of a profile, and whether this process measures the rest of the profile."""
-
-    cost: dict[str, object] | None
-    measures_the_rest: bool
-
-
-def measure_network(device: torch.device, local_ranks: int | None = None) -> NetworkPart:
+def measure_network(device: torch.device, local_ranks: int | None = None) -> tuple[dict[str, object] | None, bool]:
     """Measure exchanges over the initialized group, over torchrun's, or between `local_ranks` new local processes.
 
-    Every rank of a group must call this; then rank 0 measures the rest of the profile.
+    Every rank of a group must call this. Return a profile's entry, and whether this rank measures the rest of it.
     """
     ours = dist.is_torchelastic_launched() and not dist.is_initialized()
     if ours:
@@ -69,10 +61,8 @@ def measure_network(device: torch.device, local_ranks: int | None = None) -> Net
         if ours:
             dist.barrier()
             dist.destroy_process_group()
-        return NetworkPart(cost, transport.rank == 0)
-    if local_ranks is None:
-        return NetworkPart(None, True)
-    return NetworkPart(asdict(measure_local(local_ranks, device)), True)
+        return cost, transport.rank == 0
+    return None if local_ranks is None else asdict(measure_local(local_ranks, device)), True
 
 
 def measure_exchange(transport: Transport, device: torch.device, backend: str) -> ExchangeCost:

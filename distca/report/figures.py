@@ -15,7 +15,7 @@ from distca.cost.network import MeasuredNetwork
 from distca.planning.plan import Plan, PlanSummary
 from distca.planning.tasks import tasks_at_home
 from distca.simulate.memory import Memory
-from distca.simulate.outcomes import Comparison, Outcome
+from distca.simulate.outcomes import Comparison
 from distca.simulate.strategies import BOUND, STRATEGIES
 from distca.trace import RankFigures, StepTrace
 from distca.validation import UserError, check_name, check_number, short
@@ -88,15 +88,10 @@ class PlannedBatch:
     def options_text(self) -> str:
         tp = f", tp {self.plan.tp}" if self.plan.tp > 1 else ""
         kept = "" if self.placement_used in (None, self.placement) else f" ({self.placement_used}, which sends less)"
-        return (f"{self.plan.model.name}{tp}, {self.placement} placement{kept}, tolerance {self.plan.tolerance:g}"
-                f"{self._why_tolerance()}")
-
-    def _why_tolerance(self) -> str:
-        seconds = dict(self.tried)
-        if not seconds:
-            return ""
-        others = ", ".join(f"{1e3 * value:.4g} at {one:g}" for one, value in self.tried if one != self.plan.tolerance)
-        return f" (a step of {1e3 * seconds[self.plan.tolerance]:.4g} ms, {others})"
+        used, seconds = self.plan.tolerance, dict(self.tried)
+        others = ", ".join(f"{1e3 * value:.4g} at {one:g}" for one, value in self.tried if one != used)
+        why = f" (a step of {1e3 * seconds[used]:.4g} ms, {others})" if seconds else ""
+        return f"{self.plan.model.name}{tp}, {self.placement} placement{kept}, tolerance {used:g}{why}"
 
     def as_json(self) -> dict[str, object]:
         plan, after, backward, topology = self.plan, self.after, self.backward, self.plan.topology
@@ -141,15 +136,6 @@ class StrategyFigures:
     peak_memory_bytes: float
     work_max_over_mean: float
     speedup_over: dict[str, Spread] = field(default_factory=dict)  # by the name of another strategy of the comparison
-
-    @classmethod
-    def of(cls, outcome: Outcome, entries: Sequence[Outcome]) -> StrategyFigures:
-        seconds, tokens = outcome.column("seconds"), outcome.setting.num_tokens
-        return cls(
-            outcome.name, Spread(outcome.tokens_per_second, tokens / seconds.max(), tokens / seconds.min()),
-            outcome.step_seconds, outcome.idle_share, outcome.exposed_communication_share,
-            1e9 * outcome.peak_memory_gb, outcome.work_max_over_mean,
-            {other.name: Spread(*outcome.speedup_over(other)) for other in entries if other.name != outcome.name})
 
     @classmethod
     def from_json(cls, name: str, content: Any, num_tokens: float | None) -> StrategyFigures:
@@ -264,7 +250,8 @@ class ReportData:
 
 def strategies_of(comparison: Comparison) -> tuple[StrategyFigures, ...]:
     """Figures of every strategy and of the bound, each compared with all others."""
-    return tuple(StrategyFigures.of(outcome, comparison.entries) for outcome in comparison.entries)
+    return tuple(StrategyFigures.from_json(one.name, one.as_json(comparison.entries), one.setting.num_tokens)
+                 for one in comparison.entries)
 
 
 def comparison_page(comparison: Comparison) -> ReportData:
@@ -294,7 +281,11 @@ def verdict(strategies: Sequence[StrategyFigures]) -> str:
     """Compare our strategy with the best baseline in one sentence; empty if no strategy ran."""
     ours, best = ours_and_best_baseline(strategies)
     if ours is None or best is None:
-        return _alone(ours or best)
+        if (one := ours or best) is None:
+            return ""
+        kind, other = ("baseline", "strategy of ours") if ours is None else ("strategy of ours", "baseline")
+        return (f"{one.name}, the best {kind}, trains at {one.tokens_per_second.mean:,.0f} tokens/s; no {other} ran "
+                "and fitted to compare it with.")
     ratio = ours.tokens_per_second.mean / best.tokens_per_second.mean
     gain = ours.speedup_over.get(best.name, Spread(ratio, ratio, ratio))
     spread = "" if gain.low == gain.high else f" ({gain.low:.2f} to {gain.high:.2f} over the batches)"
@@ -308,16 +299,6 @@ def verdict(strategies: Sequence[StrategyFigures]) -> str:
     if gain.mean >= NO_GAIN:
         return f"{ours.name} {trains}: {speeds}. {memory}"
     return f"{ours.name} gains nothing here: it {trains}, {speeds}. {memory}"
-
-
-def _alone(one: StrategyFigures | None) -> str:
-    if one is None:
-        return ""
-    kind, other = "baseline", "strategy of ours"
-    if not STRATEGIES[one.name].is_baseline:
-        kind, other = other, kind
-    return (f"{one.name}, the best {kind}, trains at {one.tokens_per_second.mean:,.0f} tokens/s; no {other} ran and "
-            "fitted to compare it with.")
 
 
 def byte_text(count: float) -> str:

@@ -33,8 +33,7 @@ def comparison_section(strategies: Sequence[StrategyFigures]) -> Section:
     names = [one.name for one in strategies]
     kinds = {name: "bound" if name == BOUND else "other" if name not in STRATEGIES or STRATEGIES[name].is_baseline
              else "ours" for name in names} | ({} if best is None else {best.name: "best"})
-    notes = {name: STRATEGIES[name].meaning if name in STRATEGIES else BOUND_MEANING
-             for name in names if name in STRATEGIES or name == BOUND}
+    notes = {BOUND: BOUND_MEANING, **{name: one.meaning for name, one in STRATEGIES.items()}}
     heads = ("strategy", "tokens/s", "step", "idle", "exposed communication", "peak memory", "work, max/mean")
     entries = [[
         one.name, _spread(one.tokens_per_second, ",.0f"), seconds_text(one.step_seconds), f"{one.idle_share:.1%}",

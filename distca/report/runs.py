@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from distca.report.figures import RunFigures, Wait, byte_text, count_text, over_mean
+from distca.report.figures import RunFigures, StrategyFigures, Wait, byte_text, count_text, over_mean
 from distca.report.run_sections import HELD_OUT, LOSS
 from distca.trace import MAX_COUNT, RankFigures, StepTrace
 from distca.validation import (
@@ -24,6 +24,7 @@ from distca.validation import (
     check_name,
     check_number,
     check_whole,
+    errors_in,
     parse_json,
     read_json,
     read_text,
@@ -70,6 +71,7 @@ class RunFiles:
     summary: Mapping[str, Any] = field(default_factory=dict)
     about: tuple[tuple[str, str], ...] = ()                   # of run.json: model, ranks, versions, date
     settings: Mapping[str, str] = field(default_factory=dict)
+    comparison: tuple[StrategyFigures, ...] = ()              # of a file that `distca simulate --json` printed
 
     @property
     def facts(self) -> tuple[tuple[str, str], ...]:
@@ -110,10 +112,8 @@ def read_folder(folder: Path, *, live: bool = False) -> RunFiles:
 
 def named(path: Path, parse: Callable[[Any], T], content: Any) -> T:
     """Parse a file's content; errors name the file."""
-    try:
+    with errors_in(path, ValueError):
         return parse(content)
-    except ValueError as error:
-        raise UserError(f"{path}: {error}") from None
 
 
 def read_traces(path: Path) -> tuple[StepTrace, ...]:

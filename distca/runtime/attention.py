@@ -29,7 +29,7 @@ from distca.runtime.pool.transport import PoolTransport
 from distca.runtime.prepared import PlanCache, Shapes
 from distca.runtime.recorder import Recorder
 from distca.runtime.transport import HierarchicalTransport, Transport, transport_for
-from distca.validation import UserError
+from distca.validation import UserError, check_choice
 from distca.workload.topology import Topology
 
 STATES = ("resend", "keep")
@@ -67,8 +67,7 @@ class CoreAttention:
         self, group: dist.ProcessGroup | None = None, *, kernel: str = "auto", state: str = "resend",
         transport: str | Transport = "c10d", recorder: Recorder | None = None,
     ) -> None:
-        if state not in STATES:
-            raise UserError(f"state is {state!r}; choose one of: {', '.join(STATES)}")
+        check_choice("state", state, STATES)
         self.transport = transport_for(transport, group)
         self.plans = PlanCache(self.transport, kernel)
         self.state, self.recorder = state, recorder

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from distca.cost.work import causal_pairs
-from distca.planning.local_orders import one_forward_one_backward
+from distca.planning.orders import one_forward_one_backward
 from distca.planning.schedule import IDLE, Ticks
 from distca.simulate.costs import Costs
 from distca.simulate.execute import Step

@@ -10,8 +10,10 @@ Documents whose slices are shorter than a tile are not chunked: their attention 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -30,6 +32,17 @@ MOST_CHUNKS = 8        # per ring; in larger groups a chunk holds the keys of se
 _MOST_PIECES = 50_000  # per call; the longest documents are chunked first
 
 PlanSet = tuple[tuple[int, int, bool], ...]  # (first rank, plan, is backward) of plans that run at the same time
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def kept(method: Method) -> Method:
+    """Cache a method's results in its object's `results`, by the arguments."""
+    def found(self: Any, *key: Hashable) -> Any:
+        if (method, key) not in self.results:
+            self.results[method, key] = method(self, *key)
+        return self.results[method, key]
+
+    return cast(Method, found)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,61 +69,54 @@ class PlanCosts:
     def __init__(self, step: StepPlan, attention: AttentionTime, *, hides: bool = True) -> None:
         self.gather_ranks, self.attention, self.hides = step.gather_ranks, attention, hides
         self.plans = step.plans
-        self._seconds: dict[tuple[int, bool], np.ndarray] = {}
-        self._chunks: dict[int, ChunkTasks] = {}
-        self._chunk_seconds: dict[tuple[int, bool], np.ndarray] = {}
-        self._hops: dict[tuple[int, bool], tuple[Messages, ...]] = {}
-        self._exchanges: dict[PlanSet, tuple[tuple[AllToAll, AllToAll], ...]] = {}
+        self.results: dict[Hashable, Any] = {}
 
+    @kept
     def seconds(self, at: int, backward: bool) -> np.ndarray:
         """[servers] seconds of attention."""
-        key, plan = (at, backward), self.plans[at]
-        if key not in self._seconds:
-            is_known = plan.cost == self.attention and plan.backward == backward and plan.window is None
-            work = plan.work() if is_known else server_work(plan.tasks, plan.num_servers, self.attention, backward)
-            self._seconds[key] = work / self.attention.speeds(plan.num_servers)
-        return self._seconds[key]
+        plan = self.plans[at]
+        is_known = plan.cost == self.attention and plan.backward == backward and plan.window is None
+        work = plan.work() if is_known else server_work(plan.tasks, plan.num_servers, self.attention, backward)
+        return work / self.attention.speeds(plan.num_servers)
 
+    @kept
+    def chunks(self, at: int) -> ChunkTasks:
+        return ChunkTasks.of(self.plans[at].layout, self.gather_ranks)
+
+    @kept
     def chunk_seconds(self, at: int, backward: bool) -> np.ndarray:
         """[ranks, chunks] seconds of attention to a rank's own keys (chunk 0) and to each chunk of its ring."""
-        key = at, backward
-        if at not in self._chunks:
-            self._chunks[at] = ChunkTasks.of(self.plans[at].layout, self.gather_ranks)
-        if key not in self._chunk_seconds:
-            self._chunk_seconds[key] = self._chunks[at].seconds(self.attention, backward)
-        return self._chunk_seconds[key]
+        return self.chunks(at).seconds(self.attention, backward)
 
+    @kept
     def hops(self, at: int, backward: bool) -> tuple[Messages, ...]:
         """Messages per hop: one hop, or two (between nodes, then inside nodes) if ranks of a node share many keys."""
-        key, plan = (at, backward), self.plans[at]
-        if key not in self._hops:
-            nodes = None if plan.topology is None or not plan.topology.levels() else plan.topology.node
-            hops: tuple[Traffic, ...] = (plan.traffic(),)
-            if nodes is not None and two_hops_pay(plan.layout, plan.tasks, nodes, plan.model, plan.tp):
-                hops = traffic_in_hops(plan.layout, plan.tasks, nodes)
-            self._hops[key] = tuple(Messages.of(moved, plan, backward) for moved in hops)
-        return self._hops[key]
+        plan = self.plans[at]
+        nodes = None if plan.topology is None or not plan.topology.levels() else plan.topology.node
+        hops: tuple[Traffic, ...] = (plan.traffic(),)
+        if nodes is not None and two_hops_pay(plan.layout, plan.tasks, nodes, plan.model, plan.tp):
+            hops = traffic_in_hops(plan.layout, plan.tasks, nodes)
+        return tuple(Messages.of(moved, plan, backward) for moved in hops)
 
     def messages(self, at: int, backward: bool) -> Messages:
         """Messages of all hops."""
         hops = self.hops(at, backward)
         return Messages(*(np.concatenate([getattr(hop, name) for hop in hops]) for name in Messages.__slots__))
 
+    @kept
     def exchanges(
         self, plan_set: PlanSet, num_ranks: int, ranks_per_node: int, ranks_per_pod: int = 0
     ) -> tuple[tuple[AllToAll, AllToAll], ...]:
         """Exchanges per hop, from homes to servers and back, for a set of plans."""
-        if plan_set not in self._exchanges:
-            hops: list[tuple[AllToAll, AllToAll]] = []
-            for parts in zip_longest(*([(first, hop) for hop in self.hops(at, backward)]
-                                       for first, at, backward in plan_set)):
-                home, server, dispatch, combine = map(np.concatenate, zip(*(
-                    (hop.home + first, hop.server + first, hop.dispatch_bytes, hop.combine_bytes)
-                    for first, hop in filter(None, parts)), strict=True))
-                hops.append((AllToAll.of(home, server, dispatch, num_ranks, ranks_per_node, ranks_per_pod),
-                             AllToAll.of(server, home, combine, num_ranks, ranks_per_node, ranks_per_pod)))
-            self._exchanges[plan_set] = tuple(hops)
-        return self._exchanges[plan_set]
+        hops: list[tuple[AllToAll, AllToAll]] = []
+        for parts in zip_longest(*([(first, hop) for hop in self.hops(at, backward)]
+                                   for first, at, backward in plan_set)):
+            home, server, dispatch, combine = map(np.concatenate, zip(*(
+                (hop.home + first, hop.server + first, hop.dispatch_bytes, hop.combine_bytes)
+                for first, hop in filter(None, parts)), strict=True))
+            hops.append((AllToAll.of(home, server, dispatch, num_ranks, ranks_per_node, ranks_per_pod),
+                         AllToAll.of(server, home, combine, num_ranks, ranks_per_node, ranks_per_pod)))
+        return tuple(hops)
 
     def buffer_bytes(self, at: int, backward: bool) -> np.ndarray:
         """[servers] bytes of the buffers for messages from and to other ranks."""
@@ -158,14 +164,11 @@ class Calls:
 
     def __init__(self, plan_costs: PlanCosts, costs: Costs, num_ranks: int) -> None:
         self.plan_costs, self.costs, self.num_ranks = plan_costs, costs, num_ranks
-        self._made: dict[PlanSet, PoolCall | Ring] = {}
-        self._rings: dict[tuple[int, bool], np.ndarray] = {}
+        self.results: dict[Hashable, Any] = {}
 
+    @kept
     def of(self, plan_set: PlanSet) -> PoolCall | Ring:
-        if plan_set not in self._made:
-            pool = self.plan_costs.gather_ranks == 1
-            self._made[plan_set] = self._pool_call(plan_set) if pool else self._ring_call(plan_set)
-        return self._made[plan_set]
+        return self._pool_call(plan_set) if self.plan_costs.gather_ranks == 1 else self._ring_call(plan_set)
 
     def _pool_call(self, plan_set: PlanSet) -> PoolCall:
         seconds: dict[bool, np.ndarray] = {}
@@ -184,11 +187,10 @@ class Calls:
         for first, at, backward in plan_set:
             ranks = slice(first, first + self.plan_costs.plans[at].num_servers)
             runs[ranks], backwards[ranks] = True, backward
-            if (key := (at, backward)) not in self._rings:
-                self._rings[key] = self._rings_of(at, backward)
-            columns[:, ranks] = self._rings[key]
+            columns[:, ranks] = self._rings_of(at, backward)
         return Ring(self.plan_costs.gather_ranks, runs, backwards, *columns)
 
+    @kept
     def _rings_of(self, at: int, backward: bool) -> np.ndarray:
         """[4, data ranks] seconds, lead, tail and travel of `Ring`, with or without chunks per group, as is faster."""
         size, plan = self.plan_costs.gather_ranks, self.plan_costs.plans[at]

@@ -26,18 +26,10 @@ from typing import Any
 
 import numpy as np
 
+from distca.cost import work
 from distca.cost.attention_time import AttentionTime
 from distca.cost.mixed_pool import Cost, MixedPool, time_of
 from distca.cost.network import Network
-from distca.cost.work import (
-    activation_bytes,
-    feed_forward_width,
-    head_flops,
-    layer_parameters,
-    linear_flops,
-    qkv_parameters,
-    routed_width,
-)
 from distca.spec import BF16_BYTES, MAX_RATE, ClusterShape, ModelShape, cluster_named
 from distca.validation import UserError, check_number
 
@@ -75,7 +67,9 @@ class Costs:
         gemm = cluster.gemm_flops_per_second / base.gemm_flops_per_second
         rates = (cluster.gemm_flops_per_second, cluster.gemm_flops_per_second)
         if (linear := about.get("linear")) is not None:
-            forward, backward = (_rate(linear, f"{way}_flops_per_second") for way in ("forward", "backward"))
+            forward, backward = (check_number(
+                f"linear.{name} of the latency table", linear.get(name) if isinstance(linear, Mapping) else None,
+                above=0, most=MAX_RATE) for name in ("forward_flops_per_second", "backward_flops_per_second"))
             rates = (gemm * forward, gemm * backward)
         scale = base.attention_flops_per_second / cluster.attention_flops_per_second
         network = Network.measured(table, cluster)
@@ -105,7 +99,7 @@ class Costs:
         are on the GPU already: TP traffic, recomputation and offloading belong to dX.
         """
         model, tp = self.model, self.tp
-        whole, qkv = float(linear_flops(1.0, model, tp)), 2 * qkv_parameters(model, tp)
+        whole, qkv = float(work.linear_flops(1.0, model, tp)), 2 * work.qkv_parameters(model, tp)
         rate = self.linear_flops_per_second[backward] / (2.0 if backward and weights is None else 1.0)
         collective = self._tp_seconds(tokens) * (not weights)
         before, behind = (_overlapped(tokens * (qkv / rate), collective, tp),
@@ -117,14 +111,14 @@ class Costs:
             before, behind = before + again[0], behind + again[1]
         if self.recompute == "offload":
             keys = self.gather_ranks * model.kv_token_bytes(tp) * (self.gather_ranks > 1)
-            host = (activation_bytes(tokens, model, tp, "offload") + tokens * keys) / self.host_bandwidth
+            host = (work.activation_bytes(tokens, model, tp, "offload") + tokens * keys) / self.host_bandwidth
             behind = np.maximum(behind, host - before)
         return before, behind
 
     def _recompute_seconds(self, tokens: np.ndarray, qkv: float, rest: float) -> tuple[np.ndarray, np.ndarray]:
         """Seconds of what backward recomputes before and after attention; `qkv` and `rest` are forward FLOPs."""
         model, tp, rate, collective = self.model, self.tp, self.linear_flops_per_second[0], self._tp_seconds(tokens)
-        width = feed_forward_width(model, tp)
+        width = work.feed_forward_width(model, tp)
         if self.recompute == "full":                             # all but the last product and its reduce-scatter
             return (_overlapped(tokens * (qkv / rate), collective, tp),
                     _overlapped(tokens * ((rest - 2 * model.hidden * width) / rate),
@@ -152,8 +146,8 @@ class Costs:
     def routed_share(self) -> float:
         """Share of the computation after a layer's attention that routed experts do."""
         model, tp = self.model, self.tp
-        rest = float(linear_flops(1.0, model, tp)) - 2 * qkv_parameters(model, tp)
-        return 6 * model.hidden * routed_width(model, tp) * model.expert_share / rest
+        rest = float(work.linear_flops(1.0, model, tp)) - 2 * work.qkv_parameters(model, tp)
+        return 6 * model.hidden * work.routed_width(model, tp) * model.expert_share / rest
 
     def expert_bytes(self, tokens: np.ndarray) -> np.ndarray:
         """Bytes that a GPU sends in one all-to-all: its tokens to each of their experts, as if all were as popular."""
@@ -175,7 +169,8 @@ class Costs:
     def head_seconds(self, tokens: np.ndarray, backward: bool) -> np.ndarray:
         """Seconds of the output head, proportional to the tokens."""
         rate = self.linear_flops_per_second[backward] / (2.0 if backward else 1.0)
-        return _overlapped(tokens * (head_flops(1.0, self.model, self.tp) / rate), self._tp_seconds(tokens), self.tp)
+        flops = work.head_flops(1.0, self.model, self.tp)
+        return _overlapped(tokens * (flops / rate), self._tp_seconds(tokens), self.tp)
 
     def _tp_seconds(self, tokens: np.ndarray) -> np.ndarray:
         """Seconds of one all-gather or reduce-scatter of the hidden states over the tensor-parallel ranks."""
@@ -188,7 +183,7 @@ class Costs:
 
     def stage_parameters(self, layers: Sequence[int] | np.ndarray, spreads_head: bool = False) -> np.ndarray:
         """[stages] parameters of a GPU: its stage's layers, the embedding on the first, the head on the last or all."""
-        parameters = np.array(layers) * layer_parameters(self.model, self.tp, ep=self.ep)
+        parameters = np.array(layers) * work.layer_parameters(self.model, self.tp, ep=self.ep)
         parameters[0] += self.model.hidden * self.model.vocab / self.tp
         parameters[slice(None) if spreads_head else -1] += self.model.hidden * self.model.vocab / self.tp
         return parameters
@@ -201,7 +196,7 @@ class Costs:
         """Seconds to gather a layer's weights over the data ranks, and its experts over the GPUs that have the same."""
         if self.ep == 1:
             return self.gather_seconds(parameters * element_bytes, num_data)
-        width = routed_width(self.model, self.tp, active=False, ep=self.ep) * self.model.expert_share
+        width = work.routed_width(self.model, self.tp, active=False, ep=self.ep) * self.model.expert_share
         routed, per_node = 3 * self.model.hidden * width, max(self.tensor_links.gpus_per_node // self.ep, 1)
         return self.gather_seconds((parameters - routed) * element_bytes, num_data) + (
             self.links.all_gather_seconds(routed * element_bytes, num_data * self.tp // self.ep, per_node))
@@ -220,12 +215,6 @@ class Costs:
     def optimizer_seconds(self, layers: Sequence[int] | np.ndarray, shards: int) -> np.ndarray:
         """[stages] seconds that a GPU takes to update its share of the stage's weights."""
         return replace(self, ep=1).stage_parameters(layers) / shards * OPTIMIZER_TRAFFIC / self.memory_bandwidth
-
-
-def _rate(linear: Any, name: str) -> float:
-    """Read a rate of linear layers from a table's profile."""
-    value = linear.get(name) if isinstance(linear, Mapping) else None
-    return check_number(f"linear.{name} of the latency table", value, above=0, most=MAX_RATE)
 
 
 @lru_cache(maxsize=8)

@@ -190,7 +190,9 @@ class _Execution:
         if len(layer) == 1:                                      # a tick of weight units
             for name, of_layer in background:
                 clock.background(name, ready[-1], of_layer * units.layers[self.stage])
-        self._record_tick(units, begin)
+        for stage in range(self.step.num_stages if self.record else 0):
+            here = self.is_own & (self.stage == stage)
+            clock.span(*units.name(stage), begin, np.where(here, clock.compute_free, 0))
         clock.hold(self.leaving)
         self.done, self.leaving = done, np.zeros(self.num_ranks)
         for position, one in enumerate(done):
@@ -321,14 +323,6 @@ class _Execution:
                 for stage in np.flatnonzero(group).tolist():
                     there = self.is_own & (self.stage == target[stage])
                     self.arrived[int(phase), to[stage], units.micro_batch[stage], nano[stage], there] = arrival[there]
-
-    def _record_tick(self, units: _Units, begin: np.ndarray) -> None:
-        if not self.record:
-            return
-        end = self.clock.compute_free
-        for stage in range(self.step.num_stages):
-            name, lane = units.name(stage)
-            self.clock.span(name, lane, begin, np.where(self.is_own & (self.stage == stage), end, 0))
 
     def _buffers(self) -> np.ndarray:
         """[ranks] bytes of exchange buffers, summed over nano-batches, in the tick that needs most."""

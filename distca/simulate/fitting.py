@@ -68,11 +68,10 @@ def fitting_settings(model: ModelShape, cluster: ClusterShape, table: Cost, aske
     chosen = _choose(model, cluster, table, asked)
     if isinstance(chosen, UserError):
         raise _not_divided(model, cluster, table, asked) or chosen
-    if all(_fits(one, table) for one in chosen):
-        return chosen
     for one in chosen:
-        check_fits(one, Costs.of(model, cluster, one.tp, table),
-                   _remedy(model, cluster, table, asked, _changes(asked, one)))
+        if not _fits(one, table):
+            check_fits(one, Costs.of(model, cluster, one.tp, table),
+                       _remedy(model, cluster, table, asked, _changes(asked, one)))
     return chosen
 
 
@@ -84,7 +83,8 @@ def _choose(
     error = None
     for one in _candidates(asked, model, cluster):
         try:
-            found = settings(model, cluster, **_options(one))
+            given = {name: value for name, value in asdict(one).items() if value is not None}
+            found = settings(model, cluster, **given)
             for each in found:
                 check_pool(each, table)
         except UserError as refused:
@@ -113,10 +113,9 @@ def _not_divided(model: ModelShape, cluster: ClusterShape, table: Cost, asked: S
 
 def _candidates(asked: StepAsked, model: ModelShape, cluster: ClusterShape) -> Iterator[StepAsked]:
     """Yield the options with every open one filled in, the usual choices first."""
-    for field in ("gpus", "tp", "ep"):
-        check_whole(field, 1 if getattr(asked, field) is None else getattr(asked, field))
-    for degree in asked.pp or ():
-        check_whole("pp", degree)
+    for field, values in (("gpus", [asked.gpus]), ("tp", [asked.tp]), ("ep", [asked.ep]), ("pp", asked.pp or ())):
+        for value in values:
+            check_whole(field, 1 if value is None else value)
     unit = lcm(*(asked.pp or (1,))) * (asked.tp or cluster.gpus_per_node)
     usual = max(DEFAULT_GPUS // unit, 1) * unit
     grows = range(_DOUBLINGS + 1 if asked.sequences is None else 1)  # for a model, not for a step as large as asked for
@@ -129,10 +128,6 @@ def _candidates(asked: StepAsked, model: ModelShape, cluster: ClusterShape) -> I
         for pp, ep, tp in product(stages, experts if asked.ep is None else [asked.ep],
                                   sizes if asked.tp is None else [asked.tp]):
             yield replace(asked, gpus=gpus, tp=tp, pp=pp, ep=ep)
-
-
-def _options(asked: StepAsked) -> dict[str, Any]:
-    return {name: value for name, value in asdict(asked).items() if value is not None}
 
 
 def _fits(setting: Setting, table: Cost, share: float = 1.0) -> bool:

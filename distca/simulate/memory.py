@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from distca.cost.work import activation_bytes
-from distca.planning.local_orders import one_forward_one_backward
+from distca.planning.orders import one_forward_one_backward
 from distca.planning.schedule import Ticks
 from distca.simulate.costs import Costs
 from distca.simulate.setting import LEAST_BYTES, Setting

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd, inf, lcm, nan
+from typing import Any
 
 from distca.cost.work import RECOMPUTE
 from distca.planning.schedule import layers_of_stages
@@ -120,14 +121,11 @@ class Setting:
 
 
 def setting(
-    model: ModelShape, cluster: ClusterShape, *, gpus: int, context: int, tp: int = 8, pp: int = 1,
-    sequences: int | None = None, micro_batches: int | None = None, recompute: str = "auto", memory: float = 0.0,
-    ep: int = 1,
+    model: ModelShape, cluster: ClusterShape, *, pp: int = 1, micro_batches: int | None = None, **others: Any
 ) -> Setting:
-    """Make one setting; see `settings` for the defaults."""
-    return settings(model, cluster, gpus=gpus, context=context, tp=tp, pp=(pp,), sequences=sequences,
-                    micro_batches=None if micro_batches is None else (micro_batches,), recompute=recompute,
-                    memory=memory, ep=ep)[0]
+    """Make one setting; see `settings` for the other arguments."""
+    counts = None if micro_batches is None else (micro_batches,)
+    return settings(model, cluster, pp=(pp,), micro_batches=counts, **others)[0]
 
 
 def settings(

@@ -6,7 +6,7 @@ also places documents, and may run without ping-pong. If the tolerance is `auto`
 are planned by `plan_step`, as in a training run, and choose among `planning.orders.orders`.
 
 Every choice also says what backward recomputes (`cost.work.RECOMPUTE`). A baseline runs 1F1B; with its best replicas it
-also tries the orders of `planning.local_orders`, and to move layers off the last stage, which has the head.
+also tries the orders of `planning.orders`, and to move layers off the last stage, which has the head.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import ClassVar
 
 import numpy as np
 
-from distca.baselines import (
-    Cut,
-    adaptive_layout,
-    fixed_rows,
-    head_tail_layout,
-    per_sequence_layout,
-    step_of_groups,
-    variable_length,
-    variable_rows,
-)
+from distca import baselines
 from distca.planning.choose import DEFAULT_TOLERANCE, TOLERANCES, KnownPlans, plan_step
-from distca.planning.local_orders import ONE_FORWARD_ONE_BACKWARD, ZB_H1, ZBV, local_order, local_orders
-from distca.planning.orders import INTERLEAVED, by_work, order_named, orders
+from distca.planning.orders import (
+    INTERLEAVED,
+    ONE_FORWARD_ONE_BACKWARD,
+    ZB_H1,
+    ZBV,
+    by_work,
+    local_order,
+    local_orders,
+    order_named,
+    orders,
+)
 from distca.planning.schedule import Ticks, layers_of_stages
 from distca.planning.step import StepPlan
 from distca.simulate.bounds import least_attention, ticks_seconds
@@ -123,7 +123,7 @@ class GroupChoice:
     cp: int
     packing: str   # fixed or variable
     sharding: str  # how a group cuts its row: by sequence, by document, or adaptive
-    order: str = ONE_FORWARD_ONE_BACKWARD  # see `planning.local_orders`
+    order: str = ONE_FORWARD_ONE_BACKWARD  # see `planning.orders`
     moved: int = 0  # layers that the last part leaves to others, as it has the head
     recompute: str = "none"
 
@@ -150,20 +150,20 @@ class GroupChoice:
             return None
         replicas, lengths = setting.num_data // self.cp, batch.lengths()
         if self.packing == "fixed":
-            rows = fixed_rows(batch.micro_batches(setting), replicas)
+            rows = baselines.fixed_rows(batch.micro_batches(setting), replicas)
             if not self._fits(setting, costs, np.stack([row.tokens_per_rank() for row in rows])):
                 return None
         else:
             chunk = self._chunks_that_fit(setting, costs, lengths)
             if chunk is None:
                 return None
-            rows = variable_rows(lengths, chunk, replicas)
-        cuts: dict[str, Cut] = {
-            "sequence": per_sequence_layout, "document": head_tail_layout,
-            "adaptive": partial(adaptive_layout, cost=costs.attention)}
+            rows = baselines.variable_rows(lengths, chunk, replicas)
+        cuts: dict[str, baselines.Cut] = {
+            "sequence": baselines.per_sequence_layout, "document": baselines.head_tail_layout,
+            "adaptive": partial(baselines.adaptive_layout, cost=costs.attention)}
         ticks, layers = self.ticks(setting, len(rows))
-        return step_of_groups(rows, cuts[self.sharding], setting.model, cp=self.cp, tp=setting.tp, ticks=ticks,
-                              layers=layers)
+        return baselines.step_of_groups(rows, cuts[self.sharding], setting.model, cp=self.cp, tp=setting.tp,
+                                        ticks=ticks, layers=layers)
 
     def ticks(self, setting: Setting, num_micro_batches: int) -> tuple[Ticks, tuple[int, ...]]:
         """Return the order's ticks and the layers of its parts."""
@@ -189,7 +189,7 @@ class GroupChoice:
         for cap in _CAPS:
             if cap * mean > 2 * most:
                 continue
-            chunk = variable_length(lengths, work, num_chunks=num_chunks, max_tokens=int(cap * mean))
+            chunk = baselines.variable_length(lengths, work, num_chunks=num_chunks, max_tokens=int(cap * mean))
             if chunk is None:
                 return None
             tokens = np.bincount(chunk, weights=lengths, minlength=num_chunks).reshape(setting.num_micro_batches, -1)

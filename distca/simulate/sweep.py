@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -80,21 +81,22 @@ class Question:
 
 Key = tuple[int, str, Choice | None]       # setting, strategy, choice
 Found = dict[Key, Figures | float | None]  # see batch_figures
+Documents = Callable[[int, int], StepDocuments]  # (setting, batch) -> documents, which keep the plans made of them
 
 
 def compare(question: Question, *, workers: int = 1, update: Callable[[str], None] = lambda _: None) -> Comparison:
     """Run every strategy over all batches; `update` is the progress callback, called after each batch."""
     done: dict[int, Found] = {}
-    documents = _Documents(question)
+    documents = _documents_of(question)
     count, workers = question.num_batches, min(workers, question.num_batches)
     with _processes(workers) as pool:
         for numbers in (range(count)[:BATCHES_TO_CHOOSE_ON], range(count)[BATCHES_TO_CHOOSE_ON:]):
             chosen = _chosen(question, [done[number] for number in sorted(done)], documents)
-            for number, found in _run(documents, numbers, chosen, pool):
+            for number, found in _run(question, documents, numbers, chosen, pool):
                 done[number] = found
                 update(f"batch {len(done)} of {count}")
     ordered = [done[number] for number in sorted(done)]
-    best = {name: _best_outcome(documents, name, ordered) for name in question.strategies}
+    best = {name: _best_outcome(question, documents, name, ordered) for name in question.strategies}
     floor = best.pop(BOUND, None)
     too_large = [name for name, outcome in best.items() if outcome is None]
     outcomes = [_with_free_links(question, outcome) for outcome in best.values() if outcome is not None]
@@ -118,11 +120,11 @@ def _processes(workers: int) -> AbstractContextManager[ProcessPoolExecutor | Non
     return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
 
 
-def replay(question: Question, outcome: Outcome, number: int = 0) -> Step:
-    """Run one batch again under an outcome's choice, and record one trace per pool rank."""
+def replay(question: Question, outcome: Outcome) -> Step:
+    """Run the first batch again under an outcome's choice, and record one trace per pool rank."""
     if outcome.choice is None:
         raise UserError(f"{outcome.name!r} has no timeline; choose a strategy")
-    return execute(_plan_again(question, outcome, number), question.costs(outcome.setting, outcome.choice), record=True)
+    return execute(_plan_again(question, outcome, 0), question.costs(outcome.setting, outcome.choice), record=True)
 
 
 def _plan_again(question: Question, outcome: Outcome, number: int) -> StepPlan:
@@ -133,30 +135,21 @@ def _plan_again(question: Question, outcome: Outcome, number: int) -> StepPlan:
     return plan
 
 
-class _Documents:
-    """Batches of a question; each keeps the plans that were made of it in this process."""
-
-    def __init__(self, question: Question) -> None:
-        self.question = question
-        self._kept: dict[tuple[int, int], StepDocuments] = {}
-
-    def of(self, at: int, number: int) -> StepDocuments:
-        """Return a batch in a setting."""
-        if (at, number) not in self._kept:
-            self._kept[at, number] = self.question.batch(self.question.settings[at], number)
-        return self._kept[at, number]
+def _documents_of(question: Question) -> Documents:
+    return cache(lambda at, number: question.batch(question.settings[at], number))
 
 
 def _run(
-    documents: _Documents, numbers: Sequence[int], chosen: frozenset[Key] | None, pool: ProcessPoolExecutor | None
+    question: Question, documents: Documents, numbers: Sequence[int], chosen: frozenset[Key] | None,
+    pool: ProcessPoolExecutor | None,
 ) -> Iterator[tuple[int, Found]]:
     """Run batches in this process or in the pool's, and yield each as it is done."""
     if pool is None:
-        yield from ((number, batch_figures(documents.question, number, chosen, documents)) for number in numbers)
+        yield from ((number, batch_figures(question, number, chosen, documents)) for number in numbers)
         return
     from concurrent.futures import as_completed
 
-    waiting = {pool.submit(batch_figures, documents.question, number, chosen): number for number in numbers}
+    waiting = {pool.submit(batch_figures, question, number, chosen): number for number in numbers}
     try:
         for future in as_completed(waiting):
             yield waiting[future], future.result()
@@ -165,7 +158,7 @@ def _run(
         raise
 
 
-def _chosen(question: Question, batches: Sequence[Found], documents: _Documents) -> frozenset[Key] | None:
+def _chosen(question: Question, batches: Sequence[Found], documents: Documents) -> frozenset[Key] | None:
     """Return the choices to run on later batches; None before the first ones have run.
 
     For ours it is the best choice; for baselines, whose plans are quick to make, the best in each of their two best
@@ -176,22 +169,22 @@ def _chosen(question: Question, batches: Sequence[Found], documents: _Documents)
     found: list[Key | None] = []
     for name in question.strategies:
         for packing in sorted({key[2].packing for key in batches[0] if key[1] == name and key[2] is not None}):
-            found.append(best := _best_key(documents, name, batches, packing))
+            found.append(best := _best_key(question, documents, name, batches, packing))
             if best is not None and best[2] is not None and STRATEGIES[name].is_baseline:
-                found.append(_best_key(documents, name, batches, packing, best[2].order))
+                found.append(_best_key(question, documents, name, batches, packing, best[2].order))
     return frozenset(key for key in found if key is not None)
 
 
 def batch_figures(question: Question, number: int, chosen: frozenset[Key] | None = None,
-                  documents: _Documents | None = None) -> Found:
+                  documents: Documents | None = None) -> Found:
     """Run all strategies on one batch with all their choices, and with the variants of the best one.
 
     If `chosen` is given, our strategies run only these, and variants only if these name them. A choice that does not
     fit the memory maps to None. A choice that was skipped maps to a lower bound on its seconds, which may be infinite.
     """
     found: Found = {}
-    documents = _Documents(question) if documents is None else documents
-    places = [(setting, question.costs(setting), documents.of(at, number), _Done())
+    documents = documents or _documents_of(question)
+    places = [(setting, question.costs(setting), documents(at, number), _Done())
               for at, setting in enumerate(question.settings)]
     for name in question.strategies:
         if name == BOUND:
@@ -296,14 +289,14 @@ def _with_free_links(question: Question, outcome: Outcome) -> Outcome:
         for number, found in enumerate(outcome.figures)))
 
 
-def _best_outcome(documents: _Documents, name: str, batches: Sequence[Found]) -> Outcome | None:
-    key = _best_key(documents, name, batches)
-    return None if key is None else Outcome(name, documents.question.settings[key[0]], key[2], tuple(
+def _best_outcome(question: Question, documents: Documents, name: str, batches: Sequence[Found]) -> Outcome | None:
+    key = _best_key(question, documents, name, batches)
+    return None if key is None else Outcome(name, question.settings[key[0]], key[2], tuple(
         figures for found in batches if isinstance(figures := found[key], Figures)))
 
 
-def _best_key(documents: _Documents, name: str, batches: Sequence[Found], packing: str | None = None,
-              not_order: str = "") -> Key | None:
+def _best_key(question: Question, documents: Documents, name: str, batches: Sequence[Found],
+              packing: str | None = None, not_order: str = "") -> Key | None:
     """Return the choice with the best mean, of a packing and in other orders if asked; batches that skipped it run it.
 
     A variant that the first batches did not all try is tried by all of them.
@@ -318,7 +311,7 @@ def _best_key(documents: _Documents, name: str, batches: Sequence[Found], packin
         skipped = next((number for number, found in enumerate(batches) if isinstance(found[best], float)), None)
         if skipped is None:
             return best
-        batches[skipped][best] = _try(documents.question, best, documents.of(best[0], skipped), _Done())
+        batches[skipped][best] = _try(question, best, documents(best[0], skipped), _Done())
     return None
 
 

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from distca.cost.attention_time import AttentionTime
 from distca.cost.mixed_pool import MixedTime
 from distca.planning.balance import learnt_speeds, rounded_speeds
 from distca.planning.plan_bytes import step_from_bytes, step_to_bytes
@@ -79,7 +78,10 @@ class Agreement:
         """Return the versions and settings that plans depend on, besides document lengths."""
         chosen = {f"{section}.{name}": str(value) for section in ("attention", "batch", "parallel")
                   for name, value in asdict(getattr(self.settings, section)).items()}
-        chosen["attention.cost"] += f" ({_tables(step.plans[0].cost)})"
+        cost = step.plans[0].cost
+        kinds = cost.kinds if isinstance(cost, MixedTime) else () if cost is None else (cost,)
+        tables = [(one.table.forward_seconds.tolist(), one.table.q_len.tolist(), one.scale) for one in kinds]
+        chosen["attention.cost"] += f" ({' '.join(f'{_digest(table):x}' for table in tables)})"
         try:
             own_version = version("distca")
         except PackageNotFoundError:                             # run from a checkout that is not installed
@@ -94,13 +96,6 @@ def _differences(first: dict[str, str], rank: int, other: dict[str, str]) -> str
         return (f"rank {rank} has the same versions, settings and cost as rank 0: please report the CPUs of both hosts "
                 "and the version of distca")
     return f"rank {rank} has {', '.join(found)}; give every host the same"
-
-
-def _tables(cost: AttentionTime | None) -> str:
-    """Return a digest of the measured table of each kind of server."""
-    kinds = cost.kinds if isinstance(cost, MixedTime) else () if cost is None else (cost,)
-    return " ".join(f"{_digest((one.table.forward_seconds.tolist(), one.table.q_len.tolist(), one.scale)):x}"
-                    for one in kinds)
 
 
 def _digest(value: object) -> int:

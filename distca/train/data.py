@@ -25,7 +25,7 @@ from distca.corpus.corpora import Corpus, JoinedCorpus, hold_out, joined, open_c
 from distca.planning.step import MicroBatch
 from distca.spec import ModelShape, unknown_name
 from distca.train.settings import MODES, Settings
-from distca.validation import UserError
+from distca.validation import UserError, check_whole
 from distca.workload.documents import IGNORED
 from distca.workload.packing import NanoBatch
 
@@ -60,9 +60,8 @@ class Stream:
     """
 
     def __init__(self, lengths: np.ndarray, *, seed: int, max_document: int = 0) -> None:
-        for field, value in (("data.seed", seed), ("data.max_document", max_document)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise UserError(f"{field} is {value!r}; give a whole number of at least 0")
+        check_whole("data.seed", seed, least=0)
+        check_whole("data.max_document", max_document, least=0)
         lengths = np.ascontiguousarray(lengths, dtype=np.int64)
         if not lengths.any():
             raise UserError(f"the corpus has {len(lengths)} documents and no token; give at least one document")
@@ -235,7 +234,11 @@ class Loader:
 
     def num_labels(self, documents: Documents) -> int:
         """Return a batch's number of labels over all ranks: tokens in the loss, except a document's first token."""
-        return sum(self._num_labels(piece) for pieces in documents for piece in pieces)
+        every = [piece for pieces in documents for piece in pieces]
+        masks = (self.corpus.in_loss(piece.document) for piece in every)
+        return sum(piece.stop - piece.start - 1 if mask is None else
+                   int(np.count_nonzero(mask[piece.start + 1:piece.stop]))
+                   for piece, mask in zip(every, masks, strict=True))
 
     def rows(self, micro_batches: Sequence[MicroBatch], documents: Documents) -> tuple[tuple[TrainingRow, ...], ...]:
         """Return this rank's rows [micro-batch][nano-batch] of the documents, as the layouts place them."""
@@ -243,12 +246,6 @@ class Loader:
             tuple(TrainingRow(*self._columns(nano, pieces), micro_batch.key_runs(number, self.rank))
                   for number, nano in enumerate(micro_batch.nano_batches))
             for micro_batch, pieces in zip(micro_batches, documents, strict=True))
-
-    def _num_labels(self, piece: TextPiece) -> int:
-        in_loss = self.corpus.in_loss(piece.document)
-        if in_loss is None:
-            return piece.stop - piece.start - 1
-        return int(np.count_nonzero(in_loss[piece.start + 1:piece.stop]))
 
     def _columns(self, nano: NanoBatch, pieces: list[TextPiece]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return tokens, labels and positions of this rank's slices; a slice's last label is the token after it."""

@@ -22,17 +22,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from distca.train.run_log import (
-    RECENT,
-    RunSummary,
-    StepRecord,
-    Tally,
-    as_json,
-    logged_records,
-    open_log,
-    restart_facts,
-    trackers_for,
-)
+from distca.train import run_log
 from distca.train.settings import Data, Settings
 from distca.validation import UserError, read_json, write_own
 
@@ -55,25 +45,25 @@ class Observer:
         self.folder = Path(settings.log.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         write_own(self.folder / "settings.toml", settings.to_toml())
-        self.tally = Tally()
+        self.tally = run_log.Tally()
         self.start = perf_counter()
         self.log: TextIO | None = None
         self.restart_facts: dict[str, Any] = {}
-        self.trackers = trackers_for(settings, self.folder)
+        self.trackers = run_log.trackers_for(settings, self.folder)
         live = self.console.is_terminal and not self.console.is_dumb_terminal
         self.display = (_LiveDisplay if live else _Lines)(settings, world, self.console)
 
-    def step(self, record: StepRecord) -> None:
+    def step(self, record: run_log.StepRecord) -> None:
         if not self.active:
             return
         if self.log is None:
             path = self.folder / "steps.jsonl"
-            self.restart_facts = restart_facts(path, record.step, self.restarts)
-            self.log = open_log(path, record.step)
+            self.restart_facts = run_log.restart_facts(path, record.step, self.restarts)
+            self.log = run_log.open_log(path, record.step)
             if record.step > 1:
                 self.resume(record.step - 1)
         record = replace(record, **self.restart_facts)
-        self.log.write(json.dumps(as_json(record)) + "\n")
+        self.log.write(json.dumps(run_log.as_json(record)) + "\n")
         self.log.flush()
         for tracker in self.trackers:
             tracker.step(record)
@@ -82,7 +72,7 @@ class Observer:
 
     def resume(self, last: int) -> None:
         """Count what earlier starts of the run logged up to step `last`, and say that the run goes on."""
-        for record in logged_records(self.folder / "steps.jsonl"):
+        for record in run_log.logged_records(self.folder / "steps.jsonl"):
             self.tally.add(record)
             self.display.remember(record)
         before = _written_summary(self.folder / "summary.json")
@@ -98,7 +88,7 @@ class Observer:
     def _print(self, line: str) -> None:
         self.console.print(line, markup=False, soft_wrap=True)
 
-    def close(self, *, stopped: bool = False, restarting: bool = False) -> RunSummary | None:
+    def close(self, *, stopped: bool = False, restarting: bool = False) -> run_log.RunSummary | None:
         """End the display, write and print the summary, and return it.
 
         There is none without steps, on other ranks, and if the run goes on after a restart.
@@ -110,8 +100,8 @@ class Observer:
             self.log.close()
         path = self.folder / "steps.jsonl"
         if self.restarts and self.log is None and path.exists():  # all steps had been taken before the restart
-            self.restart_facts = restart_facts(path, math.inf, self.restarts)
-            for record in logged_records(path):
+            self.restart_facts = run_log.restart_facts(path, math.inf, self.restarts)
+            for record in run_log.logged_records(path):
                 self.tally.add(record)
         summary = self.tally.summary()
         if summary is not None:
@@ -128,7 +118,7 @@ class Observer:
                 f"more, give --run.steps {2 * steps}; for another run, another --checkpoint.folder."))
             return None
         ended = _ended(summary, self.settings.run.steps, stopped)
-        content = {"ended": ended, "wall_seconds": wall_seconds, **as_json(summary)}
+        content = {"ended": ended, "wall_seconds": wall_seconds, **run_log.as_json(summary)}
         write_own(self.folder / "summary.json", json.dumps(content, indent=2) + "\n")
         for line in summary_lines(summary, ended, wall_seconds, self.folder, self.settings):
             self._print(line)
@@ -145,12 +135,12 @@ class _Lines:
         self.settings, self.console, self.start = settings, console, perf_counter()
         console.print(title(settings, world), markup=False, soft_wrap=True)
 
-    def show(self, record: StepRecord) -> None:
+    def show(self, record: run_log.StepRecord) -> None:
         every, steps = self.settings.log.every, self.settings.run.steps
         if record.step % every == 0 or record.eval_loss is not None or record.step == steps:
             self.console.print(plain_line(record, steps), markup=False, soft_wrap=True)
 
-    def remember(self, record: StepRecord) -> None: ...
+    def remember(self, record: run_log.StepRecord) -> None: ...
 
     def close(self) -> None: ...
 
@@ -160,16 +150,16 @@ class _LiveDisplay:
 
     def __init__(self, settings: Settings, world: int, console: Console) -> None:
         self.steps, self.title, self.data = settings.run.steps, title(settings, world), settings.data
-        self.recent: deque[StepRecord] = deque(maxlen=NUM_RECENT)
-        self.evaluated: StepRecord | None = None
+        self.recent: deque[run_log.StepRecord] = deque(maxlen=NUM_RECENT)
+        self.evaluated: run_log.StepRecord | None = None
         self.start = perf_counter()
         self.live = Live(console=console, get_renderable=self.panel, refresh_per_second=REFRESH_PER_SECOND)
         self.live.start()
 
-    def show(self, record: StepRecord) -> None:
+    def show(self, record: run_log.StepRecord) -> None:
         self.remember(record)
 
-    def remember(self, record: StepRecord) -> None:
+    def remember(self, record: run_log.StepRecord) -> None:
         """Keep a step for the curve and the estimates; it may be of an earlier start."""
         self.recent.append(record)
         self.evaluated = self.evaluated if record.eval_loss is None else record
@@ -209,7 +199,7 @@ class _LiveDisplay:
         return Panel(Group(Text(self.title, style="bold"), bar, lines))  # text wraps where a panel's title would be cut
 
 
-def plain_line(record: StepRecord, steps: int) -> str:
+def plain_line(record: run_log.StepRecord, steps: int) -> str:
     served = f"bubbles {100 * record.bubble_share:.0f} %  " if record.bubble_share else ""
     held_out = f"held out {record.eval_loss:.4f}  " if record.eval_loss is not None else ""
     speeds = f"speeds {min(record.server_speed):.2f}–{max(record.server_speed):.2f}  " if record.server_speed else ""
@@ -221,18 +211,18 @@ def plain_line(record: StepRecord, steps: int) -> str:
             f"exposed {_share(record.exposed_seconds, record.seconds)}  memory {memory_text(record)}")
 
 
-def memory_text(record: StepRecord) -> str:
+def memory_text(record: run_log.StepRecord) -> str:
     now = f", {size(record.memory_now_bytes)} now" if record.memory_now_bytes else ""
     return f"{size(record.memory_bytes)} at the peak{now}"
 
 
 def summary_lines(
-    summary: RunSummary, ended: str, wall_seconds: float, folder: Path, settings: Settings
+    summary: run_log.RunSummary, ended: str, wall_seconds: float, folder: Path, settings: Settings
 ) -> list[str]:
     lines = (
         ("time", f"{clock(wall_seconds)}, of which {clock(summary.seconds)} in steps"),
         ("loss", f"{summary.first_loss:.4f} → {summary.final_loss:.4f}, {summary.recent_loss:.4f} over the last "
-                 f"{min(summary.steps, RECENT)} steps"),
+                 f"{min(summary.steps, run_log.RECENT)} steps"),
         *([("held out", f"{summary.eval_loss:.4f} at the last evaluation")] if summary.eval_loss is not None else []),
         *([("epochs", epochs_text(summary.epochs, settings.data))] if summary.epochs else []),
         *([("restarts", restarts_text(summary))] if summary.restarts else []),
@@ -252,7 +242,7 @@ def summary_lines(
     return [head, *(f"  {name:<16}{text}" for name, text in lines)]
 
 
-def _gained(summary: RunSummary, mode: str) -> str:
+def _gained(summary: run_log.RunSummary, mode: str) -> str:
     if summary.work_gain > 1.005:
         return f"{summary.work_gain:.2f} times less"
     if mode != "disaggregated" and summary.work_after > 1.05:
@@ -284,7 +274,7 @@ def epochs_text(epochs: Sequence[float], data: Data) -> str:
     return ", ".join(f"{name}{taken:.3g}" for name, taken in zip(names, epochs, strict=True))
 
 
-def restarts_text(one: StepRecord | RunSummary) -> str:
+def restarts_text(one: run_log.StepRecord | run_log.RunSummary) -> str:
     return (f"{one.restarts}, which took {clock(one.restart_seconds or 0.0)} between steps and repeated "
             f"{one.repeated_steps} steps")
 
@@ -331,7 +321,7 @@ def _written_summary(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _ended(summary: RunSummary, steps: int, stopped: bool) -> str:
+def _ended(summary: run_log.RunSummary, steps: int, stopped: bool) -> str:
     if summary.last_step >= steps:
         return FINISHED
     return f"Stopped after step {summary.last_step:,} of {steps:,}" if stopped else (

@@ -12,7 +12,6 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -30,20 +29,13 @@ from distca.validation import UserError
 Value = TypeVar("Value")
 
 
-@dataclass(frozen=True, slots=True)
-class Groups:
-    """The process groups of a rank; all ranks construct them at the same time."""
-
-    mesh: DeviceMesh
-    homes: dist.ProcessGroup                # ranks of this tensor index, which share attention
-
-
-def groups_of(settings: Settings, device: torch.device) -> Groups:
+def groups_of(settings: Settings, device: torch.device) -> tuple[DeviceMesh, dist.ProcessGroup]:
+    """Return the mesh and the ranks of this tensor index, which share attention; all ranks call this together."""
     world, rank = dist.get_world_size(), dist.get_rank()
     tensor, stages = settings.parallel.tensor, settings.parallel.pipeline
     homes = group_of(range(rank % tensor, world, tensor), timedelta(seconds=settings.run.timeout_seconds))
-    return Groups(init_device_mesh(device.type, (stages, world // tensor // stages, tensor),
-                                   mesh_dim_names=("pipeline", "data", "tensor")), homes)
+    return init_device_mesh(device.type, (stages, world // tensor // stages, tensor),
+                            mesh_dim_names=("pipeline", "data", "tensor")), homes
 
 
 def group_of(ranks: Sequence[int], timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:

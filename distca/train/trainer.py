@@ -128,8 +128,7 @@ class Trainer:
     def __init__(self, settings: Settings, device: torch.device, servers: ServerPool | None = None) -> None:
         self.settings, self.device, self.servers = settings, device, servers
         self.rank, self.world = dist.get_rank(), dist.get_world_size() + settings.attention.dedicated
-        groups = groups_of(settings, device)
-        self.mesh, self.pool, self.trainers = groups.mesh, groups.homes, dist.group.WORLD
+        (self.mesh, self.pool), self.trainers = groups_of(settings, device), dist.group.WORLD
         self.stage, self.num_data = self.mesh["pipeline"].get_local_rank(), self.mesh["data"].size()
         dtype = dtype_for(settings, device)
         corpus, held_out = open_corpora(settings)
@@ -139,7 +138,7 @@ class Trainer:
         self.peak_flops = peak_of(device, dtype)
         ticks = pipeline_ticks(settings, shape.model, shape.tied)
         is_shared = settings.attention.mode == "disaggregated" and ticks.same_phase
-        shared = groups.homes if is_shared else self.mesh["data"].get_group()
+        shared = self.pool if is_shared else self.mesh["data"].get_group()
         self.attention = CoreAttention(shared, kernel=settings.attention.kernel, state=settings.attention.state,
                                        transport=transport_between(shared, settings, servers), recorder=self.recorder)
         agree = Agreement(settings, self.trainers)

@@ -174,6 +174,17 @@ class Layout:
             raise UserError(f"document {missing} has no home; add its slices to the layout")
 
 
+def cut_stream(ends: np.ndarray, cuts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Cut a stream of pieces, which end at `ends`, additionally at `cuts`; both ascend and reach the stream's end.
+
+    Return the piece of every part, the index of the first cut behind its begin, its begin and its end.
+    """
+    edges = np.unique(np.concatenate([ends, cuts]))
+    edges = edges[edges > 0]
+    begins = edges - np.diff(edges, prepend=0)
+    return np.searchsorted(ends, begins, side="right"), np.searchsorted(cuts, begins, side="right"), begins, edges
+
+
 def layout_from_slices(
     lengths: np.ndarray, document: np.ndarray, start: np.ndarray, stop: np.ndarray, rank: np.ndarray, num_ranks: int
 ) -> Layout:

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 
 from distca.columns import freeze
-from distca.validation import UserError, short
+from distca.validation import UserError, check_choice, short
 from distca.workload.documents import check_lengths
-from distca.workload.layout import KeySlices, Layout
+from distca.workload.layout import KeySlices, Layout, cut_stream
 from distca.workload.placement import Cuts, place, place_by_levels
 from distca.workload.slicing import GRID, squares
 from distca.workload.topology import Topology
@@ -101,8 +101,7 @@ DEFAULT_AIM = Aim()
 def _place_parts(parts: _Parts, ranks: int, placement: str, aim: Aim) -> Layout:
     """Place parts on ranks, with equal tokens per rank; part i becomes document i of the layout."""
     check_tolerance(aim.tolerance)
-    if placement not in PLACEMENTS:
-        raise UserError(f"placement is {placement!r}; choose one of: {', '.join(PLACEMENTS)}")
+    check_choice("placement", placement, PLACEMENTS)
     return PLACEMENTS[placement].function(parts, ranks, int((parts.stop - parts.start).sum()) // ranks, aim)
 
 
@@ -241,11 +240,9 @@ def _row_tokens(lengths: np.ndarray, ranks: int, tokens_per_rank: int | None) ->
 def _in_order(parts: _Parts, ranks: int, tokens_per_rank: int, aim: Aim) -> Layout:
     """Concatenate the documents and cut them wherever a row is full."""
     stops = np.cumsum(parts.stop - parts.start)
-    edges = np.unique(np.concatenate([stops, tokens_per_rank * np.arange(1, ranks + 1)]))
-    begins = edges - np.diff(edges, prepend=0)
-    document = np.searchsorted(stops, begins, side="right")
+    document, rank, begins, ends = cut_stream(stops, tokens_per_rank * np.arange(1, ranks + 1))
     shift = (parts.stop - stops)[document]                       # offset in the stream -> position in the document
-    return Layout(parts.stop, document, begins + shift, edges + shift, begins // tokens_per_rank, ranks)
+    return Layout(parts.stop, document, begins + shift, ends + shift, rank, ranks)
 
 
 class Placement(NamedTuple):

@@ -95,9 +95,8 @@ def _place_with_density(
     slices: list[Slice] = []
     rates, begins, longest = documents.rate.tolist(), documents.first.tolist(), documents.longest.tolist()
     dense, light = _split(documents.last - documents.first, documents.last, documents.work, light_density)
-    free: list[int] = tokens.tolist()
-    limits = capacity.tolist()
-    spare = limits.copy()                                        # work that each rank can still take
+    free, limits = tokens.tolist(), capacity.tolist()
+    spare: list[float] = limits.copy()                                        # work that each rank can still take
     budget = [(light_density * free[r] - float(c), r) for r, c in enumerate(capacity)]  # negated: a min-heap
     heapify(budget)
 

@@ -26,7 +26,7 @@ from distca.cost.network import find_cluster
 from distca.cost.work import RECOMPUTE, activation_bytes
 from distca.models import MODELS, model_named
 from distca.planning.choose import asked_tolerance
-from distca.planning.local_orders import one_forward_one_backward
+from distca.planning.orders import one_forward_one_backward
 from distca.report.planned_batches import PlannedBatches
 from distca.simulate.costs import Costs
 from distca.simulate.fitting import DEFAULT_CONTEXT, StepAsked, fitting_context, fitting_settings

@@ -17,6 +17,7 @@ import pytest
 
 import distca
 from distca.cli import check as command
+from distca.cli import doctor
 from distca.train.settings import Settings
 from tests.support.processes import free_port
 
@@ -81,15 +82,17 @@ def test_without_torch_it_says_what_to_install(run: Run, monkeypatch: pytest.Mon
 def test_commands_of_the_guide_are_ones_that_start(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[str, bool, int]] = []
 
-    def run_ranks(settings: Settings, main: partial[int]) -> int:
+    def run_ranks(settings: Settings, main: Any) -> int:
         found: dict[str, Any] = {"model": "", "dtype": "", "device": "", "ranks": 1, "probes": [], "findings": [],
                                  "notes": [], "seconds": 0.0, "ok": True}
-        started.append((main.keywords["model"], main.keywords["enable"], settings.run.ranks))
-        if file := main.keywords.get("file"):
-            file.write_text(json.dumps(found))
+        as_rank: Any = main.func if isinstance(main, partial) else main
+        asked = as_rank.__self__.examine.keywords
+        started.append((asked["model"], asked["enable"], settings.run.ranks))
+        if isinstance(main, partial):
+            main.keywords["file"].write_text(json.dumps(found))
         return 0
 
-    monkeypatch.setattr(command, "run_ranks", run_ranks)
+    monkeypatch.setattr(doctor, "run_ranks", run_ranks)
     guide = (ROOT / "docs/guide/check.md").read_text(encoding="utf-8")
     commands = [shlex.split(line, comments=True) for block in re.findall(r"^```bash\n(.*?)^```", guide, re.S | re.M)
                 for line in block.splitlines()]
@@ -104,12 +107,11 @@ def test_commands_of_the_guide_are_ones_that_start(run: Run, monkeypatch: pytest
 
 
 @pytest.mark.multiprocess
-def test_the_guides_example_is_sound_as_the_guide_has_it() -> None:
+def test_the_guides_example_is_sound_as_the_guide_has_it(run: Run) -> None:
     guide = (ROOT / "docs/guide/check.md").read_text(encoding="utf-8")
     example = (ROOT / "examples/check_packing.py").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", guide, re.S | re.M)
     assert len(blocks) == 2 and all(block.strip() in example for block in blocks)
     for name in ("packed", "trainer"):
-        done = subprocess.run([sys.executable, "-m", "distca", "check", f"examples/check_packing.py:{name}", "--ranks",
-                               "1"], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+        code, out, err = run("check", f"{ROOT}/examples/check_packing.py:{name}", "--ranks", "1")
+        assert code == 0, out + err

@@ -148,10 +148,10 @@ def test_extras_are_the_packages() -> None:
 def test_commands_of_the_guide_are_ones_that_start(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[int] = []
 
-    def run_ranks(settings: Settings, main: partial[int]) -> int:
+    def run_ranks(settings: Settings, main: Any) -> int:
         started.append(settings.run.ranks)
-        if file := main.keywords.get("file"):
-            file.write_text(json.dumps(report([])))
+        if isinstance(main, partial):
+            main.keywords["file"].write_text(json.dumps(report([])))
         return 0
 
     monkeypatch.setattr(command, "run_ranks", run_ranks)

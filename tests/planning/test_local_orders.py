@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from distca.planning.local_orders import local_order, local_orders
+from distca.planning.orders import local_order, local_orders
 
 GRID = [(stages, count) for stages in range(2, 7) for count in range(1, 13)]
 

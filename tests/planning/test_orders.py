@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from distca.planning.local_orders import one_forward_one_backward
-from distca.planning.orders import interleaved_ticks, orders
+from distca.planning.orders import interleaved_ticks, one_forward_one_backward, orders
 
 STAGES, MICRO_BATCHES, CHUNKS = range(2, 7), range(1, 13), (1, 2, 3)
 

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.planning.local_orders import one_forward_one_backward
-from distca.planning.orders import same_phase_ticks
+from distca.planning.orders import one_forward_one_backward, same_phase_ticks
 from distca.planning.schedule import Ticks
 
 Order = Callable[[int, int], Ticks]

@@ -21,30 +21,11 @@ from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 from selenium.webdriver.support.ui import Select  # noqa: E402
 
-from tests.support.browser import (  # noqa: E402
-    CHROMIUM,
-    DRIVER,
-    NO_BROWSER,
-    PATIENCE_SECONDS,
-    asked_for,
-    open_page,
-    start_chromium,
-    until,
-)
+from tests.support.browser import IN_BROWSER, PATIENCE_SECONDS, asked_for, open_page, until  # noqa: E402
 
 LANES = ("linear", "attention", "wait", "optimizer", "network")  # of the example, in display order
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=NO_BROWSER),
-]
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebDriver]:
-    driver = start_chromium(tmp_path_factory.mktemp("profile"))
-    yield driver
-    driver.quit()
+pytestmark = IN_BROWSER
 
 
 @pytest.fixture

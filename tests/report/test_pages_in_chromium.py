@@ -5,7 +5,7 @@ axe-core checks what a screen reader and a keyboard need: names, contrast, headi
 
 import importlib.util
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -31,33 +31,13 @@ from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 from selenium.webdriver.support.ui import Select  # noqa: E402
 
-from tests.support.browser import (  # noqa: E402
-    CHROMIUM,
-    DRIVER,
-    NO_BROWSER,
-    PATIENCE_SECONDS,
-    asked_for,
-    open_page,
-    start_chromium,
-    until,
-)
+from tests.support.browser import IN_BROWSER, asked_for, open_page, until  # noqa: E402
 
 AXE = importlib.util.find_spec("axe_core_python")
 LOOKS = {"light and wide": ("light", 1280), "dark on a phone": ("dark", 420)}
 PAGES = ("plan", "strategies", "run", "two runs")
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=NO_BROWSER),
-]
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebDriver]:
-    driver = start_chromium(tmp_path_factory.mktemp("profile"))
-    driver.set_script_timeout(PATIENCE_SECONDS)
-    yield driver
-    driver.quit()
+pytestmark = IN_BROWSER
 
 
 def strategies() -> tuple[StrategyFigures, ...]:

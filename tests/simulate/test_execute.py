@@ -13,8 +13,7 @@ from distca.cost.latency_table import analytic_table
 from distca.cost.work import activation_bytes
 from distca.models import model_named
 from distca.planning.choose import plan_step
-from distca.planning.local_orders import one_forward_one_backward
-from distca.planning.orders import same_phase_ticks
+from distca.planning.orders import one_forward_one_backward, same_phase_ticks
 from distca.planning.plan import server_work
 from distca.planning.step import StepPlan
 from distca.simulate.calls import PlanCosts

@@ -15,8 +15,7 @@ from distca.cost.latency_table import analytic_table
 from distca.cost.work import activation_bytes, layer_parameters, model_parameters
 from distca.models import model_named
 from distca.planning.choose import plan_step
-from distca.planning.local_orders import ZB_H1, local_order, one_forward_one_backward
-from distca.planning.orders import interleaved_ticks, same_phase_ticks
+from distca.planning.orders import ZB_H1, interleaved_ticks, local_order, one_forward_one_backward, same_phase_ticks
 from distca.planning.plan import server_work
 from distca.planning.schedule import Ticks
 from distca.simulate.clock import NIC, Clock

@@ -15,8 +15,7 @@ import distca
 from distca.cost.attention_time import shipped_table
 from distca.cost.work import RECOMPUTE, activation_bytes
 from distca.models import MODELS, model_named
-from distca.planning.local_orders import one_forward_one_backward
-from distca.planning.orders import interleaved_ticks
+from distca.planning.orders import interleaved_ticks, one_forward_one_backward
 from distca.simulate.costs import Costs
 from distca.simulate.fitting import StepAsked, fitting_settings
 from distca.simulate.memory import check_fits, least_bytes, memory

@@ -12,7 +12,7 @@ from distca.cost.latency_table import analytic_table
 from distca.cost.network import find_cluster, read_cluster
 from distca.models import model_named
 from distca.planning.choose import AUTO
-from distca.planning.local_orders import local_order
+from distca.planning.orders import local_order
 from distca.simulate.bounds import follow
 from distca.simulate.costs import Costs
 from distca.simulate.execute import execute

@@ -31,7 +31,7 @@ EXP_ULP = 20  # torch's exp_u20
 FAST_TANH = 2.0**-11  # of itself: PTX's tanh.approx.f32, which 16-bit kernels on GPUs use
 CUBIC_EXP = 2.0**-13  # torch's fexp_u20, which CPUs use for 16-bit tensors: a cubic that is off by up to 6e-5
 MANY = 1024  # elements, over which squares average
-SCORES_AT_ONCE = {"cpu": 2**21, "cuda": 2**26}
+SCORES_AT_ONCE = {"cpu": 2**18, "cuda": 2**26}  # on a CPU what its cache holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +95,13 @@ def check_attention(
     rows: TaskRows, *, window: int | None = None, scale: float | None = None, softcap: float | None = None,
 ) -> None:
     """Raise AssertionError where out, lse, dq, dk or dv is farther from the formula than rounding explains."""
-    everything = expected_attention(q, k, v, dout, rows, window=window, scale=scale, softcap=softcap)
+    check_each(expected_attention(q, k, v, dout, rows, window=window, scale=scale, softcap=softcap), actual, q.dtype)
+
+
+def check_each(everything: Sequence[Expected], actual: Sequence[torch.Tensor | None], dtype: torch.dtype) -> None:
     for expected, x in zip(everything, actual, strict=True):
         if x is not None:
-            assert expected.name == "lse" or x.dtype == q.dtype, f"{expected.name} is {x.dtype}"
+            assert expected.name == "lse" or x.dtype == dtype, f"{expected.name} is {x.dtype}"
             expected.check(x)
 
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 CHROMIUM = next((path for path in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if path), None)
 DRIVER = shutil.which("chromedriver")
 NO_BROWSER = "no Chromium with chromedriver here; apt-get install chromium chromium-driver"
@@ -17,6 +19,7 @@ PATIENCE_SECONDS = 120                                           # for machines 
 SWITCHES = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
             "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage",
             "--window-size=1366,768")
+IN_BROWSER = [pytest.mark.browser, pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=NO_BROWSER)]
 
 
 def start_chromium(profile: Path) -> Any:
@@ -28,7 +31,9 @@ def start_chromium(profile: Path) -> Any:
     for switch in (*SWITCHES, f"--user-data-dir={profile}"):
         options.add_argument(switch)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    return webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER, log_output=os.devnull))
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER, log_output=os.devnull))
+    driver.set_script_timeout(PATIENCE_SECONDS)
+    return driver
 
 
 def until(condition: Callable[[], object]) -> None:

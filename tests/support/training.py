@@ -18,6 +18,8 @@ from tests.support.processes import ProcessOutcome, run_processes
 
 SMALL: dict[str, Any] = {"model.name": "tiny", "run.dtype": "float64", "run.device": "cpu", "run.threads": 1,
          "run.timeout_seconds": 120, "optimizer.warmup_steps": 3, "data.max_document": 700}
+NARROW: dict[str, Any] = {  # for `small_run`: a twelfth of tiny's matrix products, half its heads
+    "model__hidden": 64, "model__heads": 4, "model__kv_heads": 2, "model__head_dim": 32, "model__ffn": 176}
 
 
 def small_run(folder: Path, ranks: int, tokens: int = 1024, **values: Any) -> Settings:

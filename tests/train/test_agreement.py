@@ -179,7 +179,7 @@ def test_the_log_the_display_and_the_page_show_each_servers_speed(tmp_path: Path
     assert "speeds 0.52–1.00" in plain_line(RECORD, 10) and "rank 1 of the pool" in server_speeds((1.0, 0.52))
     log = tmp_path / "steps.jsonl"
     log.write_text("".join(json.dumps({**as_json(RECORD), "step": step}) + "\n" for step in (1, 2)))
-    run = read_log(log).run.figures
+    run = read_log(log).figures
     assert run is not None
     curves = dict(run.series)
     assert curves["speed of server 1, × the median"].tolist() == [0.52, 0.52]

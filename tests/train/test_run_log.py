@@ -74,7 +74,7 @@ def test_latest_is_the_newest_of_folders_that_no_two_runs_share(tmp_path: Path, 
         assert latest.is_symlink() and latest.resolve() == opened[-1].folder
     assert [lock.folder.name for lock in opened] == [f"2031-02-03-040506{more}" for more in ("", "-2", "-3")]
     (opened[-1].folder / "steps.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
-    assert read_log(latest).run.figures is not None
+    assert read_log(latest).figures is not None
     assert sorted(os.listdir(latest.parent)) == [*(lock.folder.name for lock in opened), "latest"]
 
 

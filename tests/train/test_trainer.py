@@ -17,7 +17,7 @@ from distca.cost.latency_table import analytic_table
 from distca.models import model_named
 from distca.report.runs import largest_waits, read_ranks, read_traces
 from distca.train.settings import Settings
-from tests.support.training import command_of, logged, outcomes_of, small_run, train
+from tests.support.training import NARROW, command_of, logged, outcomes_of, small_run, train
 
 STEPS = 8
 
@@ -46,7 +46,7 @@ def manifests(folder: Path) -> list[Path]:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], list[float]]:
     """Some steps of one process that has all documents, in float64: what every way to share attention must give."""
     folder = tmp_path_factory.mktemp("alone")
-    train(small_run(folder, 1, run__steps=STEPS, attention__mode="home"))
+    train(small_run(folder, 1, run__steps=STEPS, attention__mode="home", **NARROW))
     return losses(folder), logged(folder, "grad_norm")
 
 
@@ -78,7 +78,7 @@ def test_the_loss_does_not_depend_on_what_is_about_speed(
     if "attention__cost" in values:
         analytic_table(model_named("tiny"), 1e11).save(tmp_path / "table.json")
         values = {"attention__cost": str(tmp_path / "table.json")}
-    train(small_run(tmp_path, ranks, run__steps=STEPS, **values))
+    train(small_run(tmp_path, ranks, run__steps=STEPS, **NARROW, **values))
     curve = losses(tmp_path)
     assert curve == pytest.approx(alone[0], abs=1e-10)
     assert logged(tmp_path, "grad_norm") == pytest.approx(alone[1], rel=1e-8)
@@ -91,7 +91,7 @@ def test_the_loss_does_not_depend_on_what_is_about_speed(
 @pytest.mark.multiprocess
 def test_a_document_that_fills_the_batch_is_one_with_ping_pong(tmp_path: Path) -> None:
     """Half of its pairs lie between the nano-batches."""
-    one: dict[str, Any] = {"tokens": 2048, "run__steps": 6, "data__max_document": 2048}
+    one: dict[str, Any] = {"tokens": 2048, "run__steps": 6, "data__max_document": 2048, **NARROW}
     train(small_run(tmp_path / "alone", 1, **one, attention__mode="home"))
     for ranks, placement in ((1, "given"), (2, "balanced"), (4, "given")):
         folder = tmp_path / f"{ranks}"
@@ -102,8 +102,9 @@ def test_a_document_that_fills_the_batch_is_one_with_ping_pong(tmp_path: Path) -
 
 def in_micro_batches(folder: Path, ranks: int, **values: Any) -> Settings:
     """The learning rate of a step does not depend on the number of steps."""
-    return small_run(folder, ranks, tokens=384, **{"run__steps": STEPS, "batch__micro_batches": 3, "model__layers": 4,
-                                                   "optimizer__min_lr_ratio": 1.0, **values})
+    return small_run(folder, ranks, tokens=384, **{
+        **NARROW, "run__steps": STEPS, "batch__micro_batches": 3, "model__layers": 4, "optimizer__min_lr_ratio": 1.0,
+        **values})
 
 
 @pytest.fixture(scope="module")

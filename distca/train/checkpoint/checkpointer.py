@@ -294,7 +294,8 @@ def load(
     set_state_dict(model, optimizer if manifest.optimizer else (), optim_state_dict=optimizer_state, model_state_dict={
         name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")})
     if with_rng:
-        _set_rng_states(rng)
+        for kind, state in rng.items():
+            (torch if kind == "cpu" else torch.get_device_module(kind)).set_rng_state(state)
     else:
         LOG.info("checkpoint %s was saved by %d ranks on %s: random states start anew from the seed", path,
                  manifest.num_ranks, "+".join(manifest.rng))
@@ -332,8 +333,3 @@ def rng_states(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     if kind != "cpu":
         states[kind] = torch.get_device_module(kind).get_rng_state()
     return states
-
-
-def _set_rng_states(states: Mapping[str, torch.Tensor]) -> None:
-    for kind, state in states.items():
-        (torch if kind == "cpu" else torch.get_device_module(kind)).set_rng_state(state)

@@ -72,8 +72,9 @@ def export_hf(checkpoint: Path, folder: Path, *, dtype: str | None = None, shard
                          for file, names in zip(files, shards, strict=True) for name in names}
                 _write_json(partial / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index})
             _write_json(partial / CONFIG, manifest.config | ({} if dtype is None else {"torch_dtype": dtype}))
-            for source in kept_tokenizer(checkpoint.parent):
-                shutil.copyfile(source, partial / source.name)
+            for name in FILES:
+                if (source := checkpoint.parent / FOLDER / name).is_file():
+                    shutil.copyfile(source, partial / name)
     except OSError as error:
         raise UserError(f"{folder} was not written: {cause(error)}") from None
 
@@ -172,11 +173,6 @@ def keep_tokenizer(settings: Settings, checkpoints: Path) -> None:
         about |= {} if end is None else {"eos_token": end[0]}
         _write_json(partial / TOKENIZER_CONFIG, about)
     partial.rename(kept)
-
-
-def kept_tokenizer(checkpoints: Path) -> list[Path]:
-    """Return the files that `keep_tokenizer` copied."""
-    return [file for name in FILES if (file := checkpoints / FOLDER / name).is_file()]
 
 
 def token_ids(settings: Settings) -> dict[str, Any]:

@@ -32,12 +32,6 @@ class Collector(Protocol):
     def collect(self, linear: nn.Linear, x: torch.Tensor, dy: torch.Tensor) -> None: ...
 
 
-def probes_of(collector: Collector, module: nn.Module, num_tokens: int, anchor: torch.Tensor) -> tuple[Probes, ...]:
-    """Make the probes of a module's linear layers; `anchor` is any tensor that requires a gradient."""
-    return tuple(Probe.apply(anchor, collector, linear, num_tokens) for linear in module.modules()
-                 if isinstance(linear, Linear))
-
-
 class Linear(nn.Linear):
     """A linear layer on x [tokens, features] whose weight gradient is computed apart if it is called with probes."""
 
@@ -73,7 +67,7 @@ class _SplitLinear(torch.autograd.Function):
 
 
 class Probe(torch.autograd.Function):
-    """Make the probes of a product; their gradients, dy and x, go to the collector."""
+    """Make the probes of a product, whose gradients, dy and x, go to the collector; `anchor` requires a gradient."""
 
     @staticmethod
     def forward(

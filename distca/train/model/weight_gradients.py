@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from distca.train.model.decoder import Decoder
 from distca.train.model.loss import add_product
-from distca.train.model.split_linear import Linear, Probes, probes_of
+from distca.train.model.split_linear import Linear, Probe, Probes
 
 
 class WeightUnit:
@@ -64,7 +64,9 @@ class WeightGradients:
             self.segment |= {module: segment for module in segment.modules() if isinstance(module, Linear)}
 
     def probes(self, module: nn.Module, num_tokens: int) -> tuple[Probes, ...]:
-        return probes_of(self, module, num_tokens, self._anchor)
+        """Make the probes of a module's linear layers."""
+        return tuple(Probe.apply(self._anchor, self, linear, num_tokens) for linear in module.modules()
+                     if isinstance(linear, Linear))
 
     @contextmanager
     def collecting(self) -> Iterator[WeightUnit]:

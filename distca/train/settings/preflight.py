@@ -11,8 +11,8 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,7 +22,7 @@ from distca.train.model.shape import DecoderShape, decoder_shape
 from distca.train.run_log import each_run_its_own
 from distca.train.settings import TOKENIZED, Settings
 from distca.train.settings.checks import check_degrees
-from distca.validation import UserError, read_text, to_install
+from distca.validation import UserError, errors_in, read_text, to_install
 
 MAX_LOG_BYTES = 2**30  # limit of a steps.jsonl that a run continues
 
@@ -46,23 +46,14 @@ def check_machine(settings: Settings) -> None:
     if settings.attention.cost:
         from distca.train.batches import attention_time
 
-        with _errors_name("attention.cost"):
+        with errors_in("attention.cost", ValueError):
             attention_time(settings, shape.model)
     if settings.attention.kernel != "auto":
         from distca.kernels import choose
 
-        with _errors_name("attention.kernel"):
+        with errors_in("attention.kernel", ValueError):
             for window in dict.fromkeys(shape.model.layer_windows):
                 choose(device, dtype_for(settings, device), shape.model.head_dim, window, settings.attention.kernel)
-
-
-@contextmanager
-def _errors_name(field: str) -> Iterator[None]:
-    """Prefix ValueErrors with the field that caused them."""
-    try:
-        yield
-    except ValueError as error:
-        raise UserError(f"{field}: {error}" if field else str(error)) from None
 
 
 def device_for(settings: Settings, local_rank: int) -> torch.device:
@@ -202,7 +193,7 @@ def _model(settings: Settings) -> DecoderShape:
         raise UserError(f"model.load is {chosen.load!r} but {Path(chosen.load) / 'config.json'} is no file; name the "
                         "folder of a Hugging Face model")
     source = f"model.load is {chosen.load!r}" if chosen.load else f"model.config is {chosen.config!r}"
-    with _errors_name(source if chosen.load or chosen.config else ""):
+    with errors_in(source, ValueError) if chosen.load or chosen.config else nullcontext():
         shape = decoder_shape(chosen)
     decoder_shape(chosen, vocab)
     check_degrees(settings, shape)

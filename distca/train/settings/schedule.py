@@ -14,8 +14,7 @@ import numpy as np
 from distca.cost.mixed_pool import MixedPool, find_cost
 from distca.cost.network import find_cluster
 from distca.planning.choose import plan_step
-from distca.planning.local_orders import ONE_FORWARD_ONE_BACKWARD
-from distca.planning.orders import SAME_PHASE, order_named, orders
+from distca.planning.orders import ONE_FORWARD_ONE_BACKWARD, SAME_PHASE, order_named, orders
 from distca.planning.schedule import Ticks, layers_of_stages
 from distca.planning.windows import windows_by_depth
 from distca.simulate.costs import Costs
