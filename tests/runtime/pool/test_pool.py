@@ -25,7 +25,7 @@ from distca.spec import ModelShape
 from distca.workload.layout import layout_from_rows
 from tests.support.attention import dense_on_one, from_rows, gradient, qkv_of, random_qkv, row_index
 from tests.support.plans import scattered_plan
-from tests.support.pools import server_for, server_pools, start
+from tests.support.pools import LINKS, USED, server_for, server_pools, start
 
 MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
 HOMES, ROLES, CALLS = 2, 2, 4
@@ -41,6 +41,14 @@ def _one_thread() -> Any:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="module", params=LINKS)
+def _links(request: pytest.FixtureRequest) -> Any:
+    before = USED["links"]
+    USED["links"] = request.param
+    yield
+    USED["links"] = before
 
 
 def tensors_of(plan: Plan, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -77,7 +85,7 @@ def same_bits(one: Rows, other: Rows) -> bool:
 
 
 @pytest.fixture(scope="module", params=[torch.float64, torch.float32], ids=["float64", "float32"])
-def undisturbed(request: pytest.FixtureRequest) -> tuple[torch.dtype, Rows]:
+def undisturbed(request: pytest.FixtureRequest, _links: None) -> tuple[torch.dtype, Rows]:
     with server_pools(HOMES, ROLES) as pools:
         rows = run_calls(pools, request.param)
         assert sum(pool.take_faults().lost for pool in pools) == 0
