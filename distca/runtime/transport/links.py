@@ -74,8 +74,14 @@ class Link:
     def send(self, message: dict[str, Any], payload: torch.Tensor | None = None) -> None:
         """Send a message and the bytes of a tensor, which is complete and must not change; waits for no peer."""
         memory = self._links.memory
+        if not self.is_open:
+            return
         if payload is not None and payload.nbytes and memory is not None and payload.device.type == memory.device.type:
-            message, payload = {**message, EXPOSED: memory.expose(self, payload)}, None
+            try:
+                message, payload = {**message, EXPOSED: memory.expose(self, payload)}, None
+            except ConnectionError as error:
+                LOG.warning("dropped the connection to rank %d: %s", self.peer, error)
+                return self.close()
             self._links.wake()
         elif payload is not None:
             payload = payload.cpu()
@@ -84,8 +90,6 @@ class Link:
         if payload is not None and payload.nbytes:
             parts.append(_bytes_of(payload))
         with self.lock:
-            if not self.is_open:
-                return
             was_idle = not self.leaving
             self.leaving.extend(parts)
             if was_idle:

@@ -56,7 +56,7 @@ class RegisteredMemory:
         except ImportError as error:
             raise UserError(f"links over NIXL need nixl, which cannot be imported ({error}); {to_install('nixl')}, or "
                             "use links 'tcp'") from None
-        logging.getLogger(nixl_agent.__module__).setLevel(logging.WARNING)
+        logging.getLogger("nixl").setLevel(logging.WARNING)
         self.device, self.blocks, self.lock = device, list[Block](), threading.Lock()
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.agent = nixl_agent(secrets.token_hex(8), nixl_agent_config(
@@ -71,7 +71,10 @@ class RegisteredMemory:
         return any(block.holder is not None for block in self.blocks)
 
     def expose(self, link: Any, payload: torch.Tensor) -> list[Any]:
-        """Put a complete tensor where the other end of a link may read it; return what that needs to know."""
+        """Put a complete tensor where the other end of a link may read it; return what that needs to know.
+
+        Raises ConnectionError if NIXL cannot register memory any more.
+        """
         stamp = secrets.randbits(63)
         with self.lock:
             fits = [one for one in self.blocks if one.holder is None and
@@ -115,17 +118,21 @@ class RegisteredMemory:
         if not 0 < num_bytes <= MAX_PAYLOAD:
             raise ValueError(f"a payload of {num_bytes} bytes")
         try:
+            if self.stream is not None:
+                torch.cuda.set_device(self.device)               # of this thread
             if metadata:
                 self._names[link] = self.agent.add_remote_agent(base64.b64decode(metadata))
             with self._alone():
                 into = torch.empty(HEAD + num_bytes, dtype=torch.uint8, device=self.device)
-            registered = self.agent.register_memory(into)
-            for begin, size in ((HEAD, num_bytes), (0, HEAD)):
-                yield from self._read(link, into[begin:begin + size], (address + begin, size, max(place, 0)))
-            self.agent.deregister_memory(registered)
+            agent, registered = self.agent, self.agent.register_memory(into)
+            try:
+                for begin, size in ((HEAD, num_bytes), (0, HEAD)):
+                    yield from self._read(link, into[begin:begin + size], (address + begin, size, max(place, 0)))
+            finally:
+                agent.deregister_memory(registered)
             with self._alone():
                 found = int(into[:8].view(torch.int64))
-        except Exception as error:                               # NIXL's have no base of their own
+        except Exception as error:
             raise ConnectionError(f"a payload could not be read ({error})") from None
         if found != stamp:
             raise ConnectionError("a payload was taken back before it was read")
@@ -146,10 +153,14 @@ class RegisteredMemory:
             block.memory[:8].zero_()
         if self.stream is not None:
             torch.cuda.synchronize(self.device)
+        del self.agent
 
     def _new(self, num_bytes: int) -> Block:
         memory = torch.empty(max(num_bytes, LEAST_BLOCK), dtype=torch.uint8, device=self.device)
-        metadata = self.agent.get_partial_agent_metadata(self.agent.register_memory(memory), True, ["UCX"])
+        try:
+            metadata = self.agent.get_partial_agent_metadata(self.agent.register_memory(memory), True, ["UCX"])
+        except Exception as error:                               # NIXL's have no base of their own
+            raise ConnectionError(f"memory cannot be registered ({error})") from None
         self.blocks.append(Block(len(self.blocks), memory, base64.b64encode(metadata).decode()))
         return self.blocks[-1]
 
