@@ -90,7 +90,7 @@ class ServerPool:
         self.changed = threading.Condition(threading.RLock())
         self.runner = Runner(self.homes, shape.num_roles, self.post, device=device, kernel=kernel)
         self._stands_in, self._threads = False, torch.get_num_threads()  # per thread, and results depend on the number
-        memory = memory_for(links, device, listen)
+        memory = memory_for(links, self.runner.device, listen)
         self._links = Links(secret, self._receive, self._closed, listen=listen)
         self._links.memory = memory
         self.peer = Peer(rank, *self._links.address, os.getpid())

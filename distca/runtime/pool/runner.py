@@ -58,7 +58,8 @@ class Runner:
     def __init__(
         self, homes: Sequence[int], num_roles: int, send: Send, *, device: torch.device, kernel: str = "auto"
     ) -> None:
-        self.homes, self.num_roles, self.send, self.device, self.kernel = list(homes), num_roles, send, device, kernel
+        self.homes, self.num_roles, self.send, self.kernel = list(homes), num_roles, send, kernel
+        self.device = torch.empty(0, device=device).device       # with its number, for other threads
         self.offered: SimpleQueue[tuple[int, Message, torch.Tensor | None] | None] = SimpleQueue()
         self.inputs, self.plans = RoleInputs(), LRU[int, Plan](PLANS_KNOWN)
         self.caches: dict[int, PlanCache] = {}                   # one per role

@@ -107,12 +107,12 @@ class _Session:
         if links == "nixl" and mine.type != theirs:
             raise UserError(f"attention.links is 'nixl', with which servers compute where the run's tensors are, on "
                             f"{theirs}, but this one's device is {mine.type}; use {theirs}, or train with links 'tcp'")
-        self._links.memory = memory_for(links, mine, address)
         if self.server.device.type == "cpu":
             torch.set_num_threads(int(self.welcome["threads"]))  # results depend on the number
         homes = [(int(rank), (str(host), int(port))) for rank, host, port in self.welcome["homes"]]
         self.runner = Runner([rank for rank, _ in homes], int(self.welcome["roles"]), self._send,
                              device=self.server.device, kernel=str(self.welcome["kernel"]))
+        self._links.memory = memory_for(links, self.runner.device, address)
         for rank, home in homes:
             if rank != 0:
                 self._connect(rank, home).send({"kind": "server", "rank": self.rank})
