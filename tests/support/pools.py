@@ -17,11 +17,12 @@ import torch
 
 from distca.runtime.pool.home import PoolShape, ServerPool
 from distca.runtime.pool.server import Server
+from distca.validation import to_install
 
 SECRET = b"of pools in tests only"
 CPU = torch.device("cpu")
 MEET_SECONDS = 20.0
-NEEDS_NIXL = pytest.mark.skipif(find_spec("nixl") is None, reason="needs NIXL: pip install 'distca[nixl]'")
+NEEDS_NIXL = pytest.mark.skipif(find_spec("nixl") is None, reason=f"needs NIXL; {to_install('nixl')}")
 LINKS = ["tcp", pytest.param("nixl", marks=NEEDS_NIXL)]
 USED = {"links": "tcp"}          # by all pools of a test
 
