@@ -125,8 +125,8 @@ def rank_main(options: argparse.Namespace) -> list[Result]:
                     assert bool((way(send) == theirs).all()), name
                 else:
                     seconds[name].append(timed(way, send))
-        rows += [Result(name, len(send), median(found), min(found), len(send) / median(found))
-                 for name, found in seconds.items()]
+        rows += [Result(said, len(send), median(seconds[name]), min(seconds[name]), len(send) / median(seconds[name]))
+                 for name, said in SAID.items() if name in seconds]
     dist.barrier()
     return rows
 
@@ -143,8 +143,8 @@ def main() -> None:
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     rows = on_ranks(2, rank_main, options, nccl=not options.cpu)[0]
     table = Table("way", *(f"{megabytes} MB" for megabytes in options.megabytes), title="GB/s that each process sends")
-    for name in sorted({row.way for row in rows}, key=[*SAID].index):
-        table.add_row(SAID[name], *(f"{row.bytes_per_second / 1e9:.2f}" for row in rows if row.way == name))
+    for way in dict.fromkeys(row.way for row in rows):
+        table.add_row(way, *(f"{row.bytes_per_second / 1e9:.2f}" for row in rows if row.way == way))
     wide_console().print(table)
     about = {} if options.cpu else {"device": torch.cuda.get_device_name(0)}
     where = "cpu" if options.cpu else "gpu"

@@ -231,8 +231,9 @@ class Links:
                     self._meet_stranger()
             if ready:
                 self._eager_until = time.perf_counter() + EAGER_SECONDS
-            for link in [link for link in self.links if link.fetch is not None]:
-                self._serve(link, 0)
+            for link in list(self.links):
+                if link.fetch is not None:
+                    self._serve(link, 0)
             while self._added:
                 link = self._added.popleft()
                 link.polled = self._selector.register(link.sock, _READ, link).events
@@ -289,7 +290,7 @@ class Links:
 
     def _pause(self) -> float | None:
         """Seconds to wait for sockets: until one is ready, unless payloads are to be read."""
-        if self.memory is None or not (self.memory.progress() or any(link.fetch for link in self.links)):
+        if self.memory is None or not (self.memory.progress() or any(link.fetch for link in list(self.links))):
             return None
         return 0.0 if time.perf_counter() < self._eager_until else PATIENT_SECONDS
 

@@ -21,7 +21,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Generator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,7 +107,8 @@ class RegisteredMemory:
         if fetch is not None:
             self._abandoned.append((link, fetch))
         elif (name := self._names.pop(link, None)) is not None:
-            self.agent.remove_remote_agent(name)
+            with suppress(Exception):                            # it is gone either way
+                self.agent.remove_remote_agent(name)
 
     def fetch(self, link: Any, about: list[Any]) -> Fetch:
         """Read what the other end of a link has exposed: yield until it is here; raise ConnectionError if it is not.
