@@ -25,7 +25,8 @@ from outputs import RESULTS, host_facts, wide_console, write_json
 from rich.table import Table
 
 from distca.runtime.transport import C10dTransport, Exchanges
-from distca.runtime.transport.links import Link, Links, memory_for
+from distca.runtime.transport.links import Link, Links
+from distca.runtime.transport.nixl import memory_for
 
 SECRET = b"of this benchmark alone"
 LOOPBACK = "127.0.0.1", 0

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from distca.runtime.transport import links as module
-from distca.runtime.transport.links import CHALLENGE_BYTES, HEAD, Link, Links, memory_for
-from distca.runtime.transport.nixl import MAX_PAYLOAD
+from distca.runtime.transport.links import CHALLENGE_BYTES, HEAD, Link, Links
+from distca.runtime.transport.nixl import MAX_PAYLOAD, memory_for
 from distca.validation import UserError
 from tests.support.pools import LINKS
 

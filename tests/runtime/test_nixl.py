@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from distca.runtime.transport.links import memory_for
-from distca.runtime.transport.nixl import HEAD, RegisteredMemory
+from distca.runtime.transport.nixl import HEAD, RegisteredMemory, memory_for
 from distca.validation import UserError
 from tests.support.pools import NEEDS_NIXL
 

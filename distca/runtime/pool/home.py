@@ -25,7 +25,8 @@ from distca.runtime.pool.protocol import CallInFlight, Coordinator, HomeCalls, M
 from distca.runtime.pool.runner import Runner
 from distca.runtime.prepared import LRU, digest
 from distca.runtime.transport import TransportError
-from distca.runtime.transport.links import Address, Link, Links, memory_for
+from distca.runtime.transport.links import Address, Link, Links
+from distca.runtime.transport.nixl import memory_for
 
 PATIENCE_FACTOR = 20.0      # times its predicted seconds that a role may take
 UNMEASURED_SECONDS = 60.0   # that a role may take before any has been measured: kernels are loaded and compiled

@@ -18,7 +18,8 @@ import torch
 from distca.runtime.pool.protocol import Message
 from distca.runtime.pool.runner import Runner
 from distca.runtime.transport import TransportError
-from distca.runtime.transport.links import Address, Link, Links, memory_for
+from distca.runtime.transport.links import Address, Link, Links
+from distca.runtime.transport.nixl import memory_for
 from distca.validation import UserError
 
 RETRY_SECONDS = 0.2

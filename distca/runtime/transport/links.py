@@ -27,12 +27,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from ipaddress import ip_address
 from typing import Any
 
 import torch
 
-from distca.runtime.transport.nixl import MAX_PAYLOAD, Fetch, RegisteredMemory
+from distca.runtime.transport.nixl import EXPOSED, MAX_PAYLOAD, TAKEN, RegisteredMemory
 from distca.validation import UserError
 
 Address = tuple[str, int]
@@ -43,10 +42,6 @@ HANDSHAKE_SECONDS = 5.0
 MAX_STRANGERS = 32               # connections that have not proved anything yet
 READS_IN_TURN = 64               # reads from one link before the others have their turn
 CLOSE_SECONDS = 2.0              # time to write what was sent before `close`, and for peers to read what is exposed
-EAGER_SECONDS = 0.02             # for which the thread does not sleep if a payload may be read soon
-PATIENT_SECONDS = 0.001          # for which it sleeps then
-EXPOSED, TAKEN = "exposed", "taken"
-LINKS = ("tcp", "nixl")          # how payloads go
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 LOG = logging.getLogger("distca")
 
@@ -63,7 +58,6 @@ class Link:
         self.lock = threading.Lock()
         self.leaving: deque[memoryview] = deque()                # bytes that the kernel has not taken yet
         self.arrived: deque[tuple[dict[str, Any], torch.Tensor | None]] = deque()  # and not passed on yet
-        self.fetch: Fetch | None = None                          # the payload of the first of them, on its way
         self._links = links
         self._buffer, self._into = bytearray(), memoryview(b"")  # what is being received, and the part still to come
         self._expect(HEAD.size)
@@ -175,7 +169,6 @@ class Links:
         self.secret, self.on_message, self.on_closed = secret, on_message, on_closed
         self.links: set[Link] = set()
         self.memory: RegisteredMemory | None = None              # where payloads are, unless in their messages
-        self._eager_until = 0.0
         self._added: deque[Link] = deque()
         self._ends, self._strangers = threading.Event(), threading.Semaphore(MAX_STRANGERS)
         self._selector = selectors.DefaultSelector()
@@ -220,8 +213,9 @@ class Links:
             self._thread.join(CLOSE_SECONDS)
 
     def _run(self) -> None:
+        ready: list[Any] = []
         while not self._ends.is_set():
-            ready = self._selector.select(self._pause())
+            ready = self._selector.select(None if self.memory is None else self.memory.pause(bool(ready)))
             for key, events in ready:
                 if key.data is not None:
                     self._serve(key.data, events)
@@ -229,11 +223,8 @@ class Links:
                     self._woken.recv(4096)
                 else:
                     self._meet_stranger()
-            if ready:
-                self._eager_until = time.perf_counter() + EAGER_SECONDS
-            for link in list(self.links):
-                if link.fetch is not None:
-                    self._serve(link, 0)
+            for link in () if self.memory is None else self.memory.waiting:
+                self._serve(link, 0)
             while self._added:
                 link = self._added.popleft()
                 link.polled = self._selector.register(link.sock, _READ, link).events
@@ -270,34 +261,25 @@ class Links:
         """Pass on messages in the order of sending, each when its payload is here."""
         while link.arrived:
             message, payload = link.arrived[0]
-            is_taken = message.get("kind") == TAKEN
-            if self.memory is None and (is_taken or EXPOSED in message):
-                raise ValueError("registered memory")
-            if self.memory is not None and is_taken:
-                self.memory.taken(link, int(message["block"]))
-                link.arrived.popleft()
-                continue
-            if self.memory is not None and EXPOSED in message:
-                link.fetch = link.fetch or self.memory.fetch(link, message[EXPOSED])
-                try:
-                    next(link.fetch)
+            if EXPOSED in message:
+                payload = self._registered().receive(link, message)
+                if payload is None:
                     return
-                except StopIteration as end:
-                    payload, link.fetch = end.value, None
-                link.send({"kind": TAKEN, "block": message.pop(EXPOSED)[0]})
             link.arrived.popleft()
-            self.on_message(link, message, payload)
+            if message.get("kind") == TAKEN:
+                self._registered().taken(link, int(message["block"]))
+            else:
+                self.on_message(link, message, payload)
 
-    def _pause(self) -> float | None:
-        """Seconds to wait for sockets: until one is ready, unless payloads are to be read."""
-        if self.memory is None or not (self.memory.progress() or any(link.fetch for link in list(self.links))):
-            return None
-        return 0.0 if time.perf_counter() < self._eager_until else PATIENT_SECONDS
+    def _registered(self) -> RegisteredMemory:
+        if self.memory is None:
+            raise ValueError("where to read memory, over links without it")
+        return self.memory
 
     def _drop(self, link: Link) -> None:
         link.close()
         if self.memory is not None:
-            self.memory.forget(link, link.fetch)
+            self.memory.forget(link)
         if link.polled:
             self._selector.unregister(link.sock)
             link.polled = 0
@@ -347,15 +329,6 @@ class Links:
     def wake(self) -> None:
         with suppress(OSError):                                  # it is awake already, or has ended
             self._waker.send(b"w")
-
-
-def memory_for(links: str, device: torch.device, address: Address) -> RegisteredMemory | None:
-    """Return the memory for links of this name; on the loopback interface alone, if the run is there."""
-    if links not in LINKS:
-        raise UserError(f"links is {links!r}; choose one of: {', '.join(LINKS)}")
-    if links == "tcp":
-        return None
-    return RegisteredMemory(device, on_loopback=ip_address(socket.getaddrinfo(*address)[0][4][0]).is_loopback)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

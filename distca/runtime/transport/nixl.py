@@ -19,10 +19,13 @@ from __future__ import annotations
 import base64
 import logging
 import secrets
+import socket
 import threading
+import time
 from collections.abc import Generator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from typing import Any
 
 import torch
@@ -32,6 +35,10 @@ from distca.validation import UserError, to_install
 HEAD = 64                        # bytes before a payload: its stamp, and room that keeps payloads aligned
 LEAST_BLOCK = 1 << 16
 MAX_PAYLOAD = 1 << 40
+EAGER_SECONDS = 0.02             # for which the links' thread does not sleep if something may be read soon
+PATIENT_SECONDS = 0.001          # for which it sleeps then
+LINKS = ("tcp", "nixl")          # how payloads go
+EXPOSED, TAKEN = "exposed", "taken"  # a message's key for where its payload is; the kind that says that it was read
 ON_LOOPBACK = {"engine_config": "NET_DEVICES=lo"}
 Fetch = Generator[None, None, torch.Tensor]
 
@@ -63,12 +70,27 @@ class RegisteredMemory:
             enable_prog_thread=False, backends=[], sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT))
         self.agent.create_backend("UCX", ON_LOOPBACK if on_loopback else {})
         self._names: dict[Any, str] = {}                         # link -> its other end, to NIXL
+        self._fetches: dict[Any, Fetch] = {}                     # link -> the payload of its oldest message
+        self._eager_until = 0.0
         self._abandoned: list[tuple[Any, Fetch]] = []            # of links that have ended
 
     @property
     def held(self) -> bool:
         """Whether a peer has not read something yet."""
         return any(block.holder is not None for block in self.blocks)
+
+    @property
+    def waiting(self) -> list[Any]:
+        """The links whose oldest message waits for its payload."""
+        return list(self._fetches)
+
+    def pause(self, is_busy: bool) -> float | None:
+        """Let NIXL work; return how many seconds to wait for sockets, None if nothing is to be read."""
+        if is_busy:
+            self._eager_until = time.perf_counter() + EAGER_SECONDS
+        if not (self.progress() or self._fetches):
+            return None
+        return 0.0 if time.perf_counter() < self._eager_until else PATIENT_SECONDS
 
     def expose(self, link: Any, payload: torch.Tensor) -> list[Any]:
         """Put a complete tensor where the other end of a link may read it; return what that needs to know.
@@ -97,18 +119,30 @@ class RegisteredMemory:
         if self.blocks[number].holder is link:
             self.blocks[number].holder = None
 
-    def forget(self, link: Any, fetch: Fetch | None = None) -> None:
+    def forget(self, link: Any) -> None:
         """A link has ended: nobody waits for what was exposed to it, nor for what was being fetched."""
         with self.lock:
             for block in self.blocks:
                 block.known.discard(link)
                 if block.holder is link:
                     block.holder = None
-        if fetch is not None:
+        if (fetch := self._fetches.pop(link, None)) is not None:
             self._abandoned.append((link, fetch))
         elif (name := self._names.pop(link, None)) is not None:
             with suppress(Exception):                            # it is gone either way
                 self.agent.remove_remote_agent(name)
+
+    def receive(self, link: Any, message: dict[str, Any]) -> torch.Tensor | None:
+        """Return the payload of a link's oldest message if it is here; raise ConnectionError if it cannot be read."""
+        if link not in self._fetches:
+            self._fetches[link] = self.fetch(link, message[EXPOSED])
+        try:
+            return next(self._fetches[link])
+        except StopIteration as end:
+            del self._fetches[link]
+            link.send({"kind": TAKEN, "block": message.pop(EXPOSED)[0]})
+            payload: torch.Tensor = end.value
+            return payload
 
     def fetch(self, link: Any, about: list[Any]) -> Fetch:
         """Read what the other end of a link has exposed: yield until it is here; raise ConnectionError if it is not.
@@ -189,3 +223,12 @@ def is_over(fetch: Fetch) -> bool:
     except (StopIteration, ConnectionError, ValueError):
         return True
     return False
+
+
+def memory_for(links: str, device: torch.device, address: tuple[str, int]) -> RegisteredMemory | None:
+    """Return the memory for links of this name; on the loopback interface alone, if the address is there."""
+    if links not in LINKS:
+        raise UserError(f"links is {links!r}; choose one of: {', '.join(LINKS)}")
+    if links == "tcp":
+        return None
+    return RegisteredMemory(device, on_loopback=ip_address(socket.getaddrinfo(*address)[0][4][0]).is_loopback)
