@@ -167,6 +167,16 @@ def test_a_peer_that_sends_anything_else_is_dropped(two: tuple[End, End, Link], 
     assert other.arrived.empty()
 
 
+@pytest.mark.parametrize("message", [
+    {"kind": "taken", "block": 99}, {"kind": "taken"}, {"exposed": [0]},
+    {"exposed": [0, 1, 2, MAX_PAYLOAD + 1, -1, ""]}, {"exposed": [0, 1, 2, 8, -1, "no name"]}])
+def test_a_peer_that_says_anything_else_of_memory_is_dropped(two: tuple[End, End, Link], message: Any) -> None:
+    one, other, link = two
+    link.send(message)
+    assert other.closed.get(timeout=WAIT_SECONDS) and one.closed.get(timeout=WAIT_SECONDS) is link
+    assert other.arrived.empty()
+
+
 def test_an_address_that_cannot_be_listened_at_is_named() -> None:
     with socket.create_server(LOOPBACK) as taken, pytest.raises(UserError, match=r"nobody can listen at 127\.0\.0\.1:"):
         Links(SECRET, lambda *_: None, lambda _: None, listen=taken.getsockname())

@@ -250,7 +250,7 @@ class Links:
         except ConnectionError as error:
             LOG.warning("dropped the connection to rank %d: %s", link.peer, error)
             stands = False
-        except (KeyError, TypeError, ValueError) as error:       # a message that is not ours
+        except (LookupError, TypeError, ValueError) as error:      # a message that is not ours
             LOG.warning("dropped the connection to rank %d, which sent what cannot be read (%r)", link.peer, error)
             stands = False
         if not stands:
