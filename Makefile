@@ -27,6 +27,7 @@ SHUFFLED := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder 
   --hypothesis-seed $(SEED)
 
 sweep: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt nixl
 	ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41 \
 	  NPY_DISABLE_CPU_FEATURES='X86_V3 $(AVX512)' OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive \
 	  $(SHUFFLED) -m 'not slow and not multiprocess' $(ROUNDING)

@@ -37,7 +37,8 @@ KERNELS = {"hopper": "distca", "before": "distca, the version before", "fa4": "F
 def page(results: Path = RESULTS) -> str:
     """The whole page."""
     parts = (planning, reference, nodes, attention, runtime, training_on_a_gpu, long_document, training, corpora,
-             pipeline, overlap, adapted, integrations, transformers_on_a_gpu, stages, simulated, trusted, report_page)
+             pipeline, overlap, adapted, links, integrations, transformers_on_a_gpu, stages, simulated, trusted,
+             report_page)
     blocks = "\n\n".join([HEAD, *(part(results) for part in parts)]).split("\n\n")
     return "\n\n".join(block if block.startswith(("#", "|")) else wrapped(block) for block in blocks) + "\n"
 
@@ -226,6 +227,23 @@ def overlap_over_nccl(results: Path) -> str:
             "kernels in which other kernels run too, in a trace of one rank's streams "
             f"({_source('overlap_nccl')}, `benchmarks/overlap_nccl.py`):\n\n"
             + _table(("link", "variant", "step", "exposed", "NCCL's kernels beside others"), table))
+
+
+def links(results: Path) -> str:
+    """Of processes on CPUs, and of one GPU where that was measured."""
+    parts = []
+    for name in ("cpu", "gpu"):
+        if (results / f"transports_{name}.json").exists():
+            content = _read(results, f"transports_{name}")
+            rate = {(row["way"], row["num_bytes"]): row["bytes_per_second"] for row in content["rows"]}
+            sizes = sorted({num_bytes for _, num_bytes in rate})
+            table = [[way, *(f"{rate[way, num_bytes] / 1e9:.2f}" for num_bytes in sizes)]
+                     for way in dict.fromkeys(row["way"] for row in content["rows"])]
+            where = content["host"].get("device", f"on CPUs, {_cores(content)}")
+            parts.append(f"Two processes {where}, GB/s that each sends while it receives as much, from memory to "
+                         f"memory ({_source(f'transports_{name}')}, `benchmarks/transports.py`):\n\n"
+                         + _table(("way", *(f"{num_bytes >> 20} MB" for num_bytes in sizes)), table))
+    return "\n\n".join(["## Links", *parts])
 
 
 def adapted(results: Path) -> str:

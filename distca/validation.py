@@ -44,6 +44,7 @@ _COUNT = re.compile(r"([+-]?)([0-9]+(?:_[0-9]+)*)(\.[0-9]+)?([kKmMgG]?)", re.ASC
 EXTRA_OF = {  # package -> the extra of pyproject.toml that brings it
     "torch": "train", "safetensors": "train", "xxhash": "train", "pyarrow": "data", "jinja2": "data",
     "zstandard": "data", "tokenizers": "text", "tensorboard": "tensorboard", "wandb": "wandb", "matplotlib": "plot",
+    "nixl": "nixl",
 }
 
 

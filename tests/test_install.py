@@ -140,7 +140,7 @@ def test_the_readme_and_messages_name_every_extra() -> None:
     assert set(re.findall(r"`([\w-]+)`(?=[^|]*\|[^|]*\|)", table)) == set(extras) - {"dev", "site"}  # contributors'
     for package, extra in EXTRA_OF.items():
         assert any(one.startswith(package) for one in extras[extra]), package
-    ours = [one for extra in ("train", "data", "text", "plot", "tensorboard", "wandb") for one in extras[extra]]
+    ours = [one for extra in ("train", "data", "text", "plot", "nixl", "tensorboard", "wandb") for one in extras[extra]]
     assert set(EXTRA_OF) == {one.partition(">")[0] for one in ours}
     assert to_install("pyarrow") == "run: pip install pyarrow, or install distca with the extra data"
 

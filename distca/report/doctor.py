@@ -21,6 +21,7 @@ EXTRAS = {  # of pyproject.toml: what each is for, and its packages
     "torchtitan": ("for torchtitan", ("torch", "torchtitan", "triton")),
     "megatron-core": ("for Megatron-Core", ("torch", "megatron-core")), "text": ("to tokenize", ("tokenizers",)),
     "tensorboard": ("to log", ("tensorboard",)), "wandb": ("to log", ("wandb",)), "plot": ("to plot", ("matplotlib",)),
+    "nixl": ("for links over NIXL", ("nixl",)),
 }
 SLOW = {  # how many times the median is worth a note, and why
     "cuda": (1.15, "GPUs of one model commonly differ by 8 %, and every step waits for the slowest"),

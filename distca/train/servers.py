@@ -67,7 +67,8 @@ def open_pool(
     tensor, timeout = settings.parallel.tensor, settings.run.timeout_seconds
     shape = PoolShape(dist.get_world_size(), tensor, num_roles(settings) // tensor)
     pool = ServerPool(shape, dist.get_rank(), secret, listen=listens_at(settings.attention.listen, os.environ),
-                      device=device, kernel=settings.attention.kernel, patience_seconds=settings.attention.patience)
+                      device=device, kernel=settings.attention.kernel, patience_seconds=settings.attention.patience,
+                      links=settings.attention.links)
     pool.meet([Peer(*one) for one in gather_json(pool.peer)], timeout)
     if pool.rank == 0:
         publish((pool.peer.host, pool.peer.port))

@@ -13,7 +13,9 @@ import torch
 
 from distca.runtime.transport import links as module
 from distca.runtime.transport.links import CHALLENGE_BYTES, HEAD, Link, Links
+from distca.runtime.transport.nixl import MAX_PAYLOAD, memory_for
 from distca.validation import UserError
+from tests.support.pools import LINKS
 
 SECRET = b"what both ends know"
 LOOPBACK = "127.0.0.1", 0
@@ -23,16 +25,17 @@ WAIT_SECONDS = 20
 class End:
     """One process's links; notes what arrives and which links end."""
 
-    def __init__(self, secret: bytes = SECRET, listens: bool = True) -> None:
+    def __init__(self, secret: bytes = SECRET, listens: bool = True, links: str = "tcp") -> None:
         self.arrived: queue.Queue[tuple[Link, dict[str, Any], torch.Tensor | None]] = queue.Queue()
         self.closed: queue.Queue[Link] = queue.Queue()
         self.links = Links(secret, lambda *about: self.arrived.put(about), self.closed.put,
                            listen=LOOPBACK if listens else None)
+        self.links.memory = memory_for(links, torch.device("cpu"), LOOPBACK)
 
 
 @contextmanager
-def ends(*secrets: bytes) -> Iterator[list[End]]:
-    made = [End(secret) for secret in secrets]
+def ends(*secrets: bytes, links: str = "tcp") -> Iterator[list[End]]:
+    made = [End(secret, links=links) for secret in secrets]
     try:
         yield made
     finally:
@@ -40,15 +43,15 @@ def ends(*secrets: bytes) -> Iterator[list[End]]:
             end.links.close()
 
 
-@pytest.fixture
-def two() -> Iterator[tuple[End, End, Link]]:
-    with ends(SECRET, SECRET) as (one, other):
+@pytest.fixture(params=LINKS)
+def two(request: pytest.FixtureRequest) -> Iterator[tuple[End, End, Link]]:
+    with ends(SECRET, SECRET, links=request.param) as (one, other):
         yield one, other, one.links.connect(other.links.address)
 
 
 def test_messages_arrive_whole_and_in_order(two: tuple[End, End, Link]) -> None:
     """Empty ones, tensors of any dtype, and more than the kernel takes at once."""
-    _, other, link = two
+    one, other, link = two
     sent: list[tuple[dict[str, Any], torch.Tensor | None]] = [
         ({"kind": "a", "n": [1, None, "é"]}, None), ({"kind": "b"}, torch.arange(7.0)), ({"kind": "c"}, torch.empty(0)),
         ({"kind": "d"}, torch.arange(5_000_000, dtype=torch.int64)), ({"kind": "e"}, torch.ones(3).bfloat16()),
@@ -62,6 +65,7 @@ def test_messages_arrive_whole_and_in_order(two: tuple[End, End, Link]) -> None:
             assert content is None
         else:
             assert content is not None and torch.equal(content.view(payload.dtype), payload)
+    assert one.links.memory is None or 0 < len(one.links.memory.blocks) <= 4
 
 
 def test_both_directions_at_once(two: tuple[End, End, Link]) -> None:
@@ -150,7 +154,7 @@ def test_strangers_are_dropped_without_harm(
 
 
 @pytest.mark.parametrize("content", [
-    HEAD.pack(0, 0), HEAD.pack(module.MAX_TEXT + 1, 0), HEAD.pack(5, module.MAX_PAYLOAD + 1) + b"{}   ",
+    HEAD.pack(0, 0), HEAD.pack(module.MAX_TEXT + 1, 0), HEAD.pack(5, MAX_PAYLOAD + 1) + b"{}   ",
     HEAD.pack(2, 0) + b"[]", HEAD.pack(3, 0) + b"\xff\xfe{", HEAD.pack(1 << 16, 0) + b"[" * (1 << 16),
 ], ids=["empty", "long text", "long payload", "no object", "no text", "deep"])
 def test_a_peer_that_sends_anything_else_is_dropped(two: tuple[End, End, Link], content: bytes) -> None:
@@ -160,6 +164,16 @@ def test_a_peer_that_sends_anything_else_is_dropped(two: tuple[End, End, Link], 
         link.leaving.append(memoryview(content))
         link.write()
     other.closed.get(timeout=WAIT_SECONDS)
+    assert other.arrived.empty()
+
+
+@pytest.mark.parametrize("message", [
+    {"kind": "taken", "block": 99}, {"kind": "taken"}, {"exposed": [0]},
+    {"exposed": [0, 1, 2, MAX_PAYLOAD + 1, -1, ""]}, {"exposed": [0, 1, 2, 8, -1, "no name"]}])
+def test_a_peer_that_says_anything_else_of_memory_is_dropped(two: tuple[End, End, Link], message: Any) -> None:
+    one, other, link = two
+    link.send(message)
+    assert other.closed.get(timeout=WAIT_SECONDS) and one.closed.get(timeout=WAIT_SECONDS) is link
     assert other.arrived.empty()
 
 

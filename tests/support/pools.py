@@ -8,17 +8,23 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from distca.runtime.pool.home import PoolShape, ServerPool
 from distca.runtime.pool.server import Server
+from distca.validation import to_install
 
 SECRET = b"of pools in tests only"
 CPU = torch.device("cpu")
 MEET_SECONDS = 20.0
+NEEDS_NIXL = pytest.mark.skipif(find_spec("nixl") is None, reason=f"needs NIXL; {to_install('nixl')}")
+LINKS = ["tcp", pytest.param("nixl", marks=NEEDS_NIXL)]
+USED = {"links": "tcp"}          # by all pools of a test
 
 
 def server_for(pools: list[ServerPool], secret: bytes = SECRET, **options: Any) -> Server:
@@ -49,7 +55,7 @@ def server_pools(
     """Every home's end of a pool with this many roles, and as many servers or fewer; all have ended afterwards."""
     shape = PoolShape(homes, 1, roles)
     pools = [ServerPool(shape, rank, SECRET, listen=("127.0.0.1", 0), device=CPU, kernel=kernel,
-                        patience_seconds=patience_seconds) for rank in range(homes)]
+                        patience_seconds=patience_seconds, **USED) for rank in range(homes)]
     peers = [pool.peer for pool in pools]
     with ThreadPoolExecutor(homes) as threads:
         list(threads.map(lambda pool: pool.meet(peers, MEET_SECONDS), pools))

@@ -24,6 +24,7 @@ from distca.train.servers import listens_at, read_secret, secret_in
 from distca.train.settings import Settings
 from distca.validation import UserError
 from tests.support.faults import Servers
+from tests.support.pools import NEEDS_NIXL
 from tests.support.training import command_of, logged, small_run, train
 
 pytestmark = pytest.mark.multiprocess
@@ -65,6 +66,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "pipeline": {"trainers": 2, "roles": 3, "parallel__pipeline": 2, "run__dtype": "float32"},
     "one trainer": {"trainers": 1, "roles": 4, "batch__ping_pong": False},
     "tensor": {"trainers": 2, "roles": 4, "parallel__tensor": 2, "run__dtype": "float32"},
+    "nixl": {"trainers": 2, "roles": 2, "attention__links": "nixl"},
     "three trainers": {"trainers": 3, "roles": 3, "attention__cost": "h200"},
 }
 
@@ -74,7 +76,7 @@ def calm(folder: Path, way: str) -> Any:
     return results(folder)
 
 
-@pytest.mark.parametrize("way", ["ping-pong", "pipeline"])
+@pytest.mark.parametrize("way", ["ping-pong", "pipeline", pytest.param("nixl", marks=NEEDS_NIXL)])
 def test_faults_change_no_bit(way: str, tmp_path: Path) -> None:
     """Faults at any moment of forward, backward, exchange, plan agreement and save."""
     servers, found = disturbed(tmp_path / "disturbed", 2, 1, 0.25, **WAYS[way])
@@ -83,7 +85,7 @@ def test_faults_change_no_bit(way: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=NEEDS_NIXL if way == "nixl" else ()) for way in WAYS])
 def test_a_thousand_faults_change_no_bit(way: str, tmp_path: Path) -> None:
     """A fifth of them here, over runs of 60 steps with one to four servers."""
     longer: dict[str, Any] = {**WAYS[way], "run__steps": 60}

@@ -26,6 +26,7 @@ from distca.runtime.pool.runner import Runner
 from distca.runtime.prepared import LRU, digest
 from distca.runtime.transport import TransportError
 from distca.runtime.transport.links import Address, Link, Links
+from distca.runtime.transport.nixl import memory_for
 
 PATIENCE_FACTOR = 20.0      # times its predicted seconds that a role may take
 UNMEASURED_SECONDS = 60.0   # that a role may take before any has been measured: kernels are loaded and compiled
@@ -70,7 +71,7 @@ class ServerPool:
 
     def __init__(
         self, shape: PoolShape, rank: int, secret: bytes, *, listen: Address, device: torch.device,
-        kernel: str = "auto", patience_seconds: float = 10.0,
+        kernel: str = "auto", patience_seconds: float = 10.0, links: str = "tcp",
     ) -> None:
         self.shape, self.rank, self.pool = shape, rank, rank % shape.num_pools
         self.homes = shape.homes(self.pool)
@@ -90,7 +91,9 @@ class ServerPool:
         self.changed = threading.Condition(threading.RLock())
         self.runner = Runner(self.homes, shape.num_roles, self.post, device=device, kernel=kernel)
         self._stands_in, self._threads = False, torch.get_num_threads()  # per thread, and results depend on the number
+        memory = memory_for(links, self.runner.device, listen)
         self._links = Links(secret, self._receive, self._closed, listen=listen)
+        self._links.memory = memory
         self.peer = Peer(rank, *self._links.address, os.getpid())
 
     def meet(self, peers: Sequence[Peer], seconds: float) -> None:
@@ -239,6 +242,7 @@ class ServerPool:
         homes = [peer for peer in self.peers if peer.rank in self.shape.homes(member.pool)]
         link.send({"kind": "welcome", "rank": member.rank, "roles": self.shape.num_roles,
                    "threads": self._threads, "kernel": self.runner.kernel,
+                   "links": "tcp" if self._links.memory is None else "nixl", "device": self.runner.device.type,
                    "homes": [[peer.rank, peer.host, peer.port] for peer in homes]})
 
     def _handle(self, sender: int, message: Message, payload: torch.Tensor | None) -> None:

@@ -38,13 +38,28 @@ def describe(digest: int, backward: bool, shapes: Shapes, scores: Scores) -> Mes
             "dtype": str(dtype).removeprefix("torch."), "scores": astuple(scores)}
 
 
+def settle(tensor: torch.Tensor) -> None:
+    """Wait until a tensor is complete, because other threads and processes will read it."""
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
+
+
+def joined(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return payloads as one tensor; their memory is kept until the current stream has read them."""
+    for part in parts:
+        if part.is_cuda:
+            part.record_stream(torch.cuda.current_stream(part.device))
+    return torch.cat([part.to(device) for part in parts])
+
+
 class Runner:
     """Runs the roles of one pool; `offer` may be called by any thread, everything else by one."""
 
     def __init__(
         self, homes: Sequence[int], num_roles: int, send: Send, *, device: torch.device, kernel: str = "auto"
     ) -> None:
-        self.homes, self.num_roles, self.send, self.device, self.kernel = list(homes), num_roles, send, device, kernel
+        self.homes, self.num_roles, self.send, self.kernel = list(homes), num_roles, send, kernel
+        self.device = torch.empty(0, device=device).device       # with its number, for other threads
         self.offered: SimpleQueue[tuple[int, Message, torch.Tensor | None] | None] = SimpleQueue()
         self.inputs, self.plans = RoleInputs(), LRU[int, Plan](PLANS_KNOWN)
         self.caches: dict[int, PlanCache] = {}                   # one per role
@@ -162,9 +177,8 @@ class _RoleCarrier:
             if arrived != [size for size in recv_splits if size]:
                 raise TransportError(f"role {self.role} expected {recv_splits} bytes from the homes and got {arrived}; "
                                      "they do not follow the same plan")
-            return _Done(torch.cat(list(self.inputs)).to(send.device))
-        if send.is_cuda:
-            send = send.cpu()
+            return _Done(joined(self.inputs, send.device))
+        settle(send)
         about = {"kind": "result", "call": self.number, "role": self.role}
         for home, part in zip(self.runner.homes, send.split(send_splits)[:len(self.runner.homes)], strict=True):
             if len(part):

@@ -19,6 +19,8 @@ from distca.runtime.pool.protocol import Message
 from distca.runtime.pool.runner import Runner
 from distca.runtime.transport import TransportError
 from distca.runtime.transport.links import Address, Link, Links
+from distca.runtime.transport.nixl import memory_for
+from distca.validation import UserError
 
 RETRY_SECONDS = 0.2
 JOIN_SECONDS = 10.0   # that one attempt to join may take
@@ -51,6 +53,9 @@ class Server:
                 joined = self._session.join(address)
             except OSError as error:
                 joined, why = False, str(error)
+            except UserError:
+                self._session.close()
+                raise
             if joined:
                 LOG.info("server rank %d serves", self._session.rank)
                 self._session.serve()
@@ -99,11 +104,16 @@ class _Session:
             return False
         assert self.welcome is not None
         self.rank = int(self.welcome["rank"])
+        links, theirs, mine = self.welcome["links"], self.welcome["device"], self.server.device
+        if links == "nixl" and mine.type != theirs:
+            raise UserError(f"attention.links is 'nixl', with which servers compute where the run's tensors are, on "
+                            f"{theirs}, but this one's device is {mine.type}; use {theirs}, or train with links 'tcp'")
         if self.server.device.type == "cpu":
             torch.set_num_threads(int(self.welcome["threads"]))  # results depend on the number
         homes = [(int(rank), (str(host), int(port))) for rank, host, port in self.welcome["homes"]]
         self.runner = Runner([rank for rank, _ in homes], int(self.welcome["roles"]), self._send,
                              device=self.server.device, kernel=str(self.welcome["kernel"]))
+        self._links.memory = memory_for(links, self.runner.device, address)
         for rank, home in homes:
             if rank != 0:
                 self._connect(rank, home).send({"kind": "server", "rank": self.rank})

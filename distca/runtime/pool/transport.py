@@ -12,11 +12,13 @@ from distca.kernels.interface import Scores
 from distca.planning.plan import Plan
 from distca.runtime.pool.home import Peer, PoolShape, ServerPool
 from distca.runtime.pool.protocol import CallInFlight, Message
-from distca.runtime.pool.runner import describe
+from distca.runtime.pool.runner import describe, joined, settle
 from distca.runtime.prepared import Shapes
 from distca.runtime.transport import Handle, Transport, TransportError
 from distca.runtime.transport.links import Address
 from distca.validation import UserError
+
+MEET_SECONDS = 60.0
 
 
 class PoolTransport:
@@ -72,7 +74,8 @@ class HomeCarrier:
         theirs = sum(send_splits[:homes])
         if self._call is None:
             assert self._expected is not None
-            to_roles = send[theirs:].cpu()
+            to_roles = send[theirs:]
+            settle(to_roles)
             offsets = [sum(send_splits[homes:at]) for at in range(homes, len(send_splits))]
             inputs = {role: to_roles[begin:begin + size] for role, (begin, size) in enumerate(
                 zip(offsets, send_splits[homes:], strict=True)) if size}
@@ -81,7 +84,7 @@ class HomeCarrier:
         inner = self.transport.inner.exchange(send[:theirs], send_splits[:homes], recv_splits[:homes])
         return _FromHomesAndRoles(self, inner, recv_splits[homes:]) if any(recv_splits[homes:]) else inner
 
-    def results(self, sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
+    def results(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Wait for the results of all roles, which must have these sizes."""
         assert self._call is not None
         found = self.transport.pool.wait(self._call, self.plan)
@@ -89,7 +92,7 @@ class HomeCarrier:
             if size and len(found[role]) != size:
                 raise TransportError(f"role {role} sent {len(found[role])} bytes where {size} are its results; run the "
                                      "same distca everywhere")
-        return [found[role].to(device) for role, size in enumerate(sizes) if size]
+        return [found[role] for role, size in enumerate(sizes) if size]
 
 
 class _FromHomesAndRoles:
@@ -100,23 +103,24 @@ class _FromHomesAndRoles:
 
     def wait(self) -> torch.Tensor:
         from_homes = self.inner.wait()
-        return torch.cat([from_homes, *self.carrier.results(self.sizes, from_homes.device)])
+        return joined([from_homes, *self.carrier.results(self.sizes)], from_homes.device)
 
 
 def connect_servers(
     transport: Transport, *, roles: int, secret: bytes, listen: Address = ("127.0.0.1", 0),
-    device: torch.device | str = "cpu", kernel: str = "auto", patience_seconds: float = 10.0, seconds: float = 60.0,
+    device: torch.device | str = "cpu", kernel: str = "auto", patience_seconds: float = 10.0, links: str = "tcp",
 ) -> PoolTransport:
     """Let `roles` dedicated servers compute for the ranks of `transport`; a collective call.
 
     Every rank listens at its own `listen` address. Servers join at rank 0's, `address` of what is returned, and prove
-    that they know `secret`. Until they do, the ranks compute their roles themselves.
+    that they know `secret`. Until they do, the ranks compute their roles themselves. Tensors go to them by `links`,
+    "tcp" or "nixl", which reads them where they are, also in the memory of GPUs.
     """
     device = torch.device(device)
     pool = ServerPool(PoolShape(transport.size, 1, roles), transport.rank, secret, listen=listen, device=device,
-                      kernel=kernel, patience_seconds=patience_seconds)
+                      kernel=kernel, patience_seconds=patience_seconds, links=links)
     host, port = int.from_bytes(socket.inet_aton(pool.peer.host), "big"), pool.peer.port
     places = transport.gather(host << 16 | port, device)
     pool.meet([Peer(rank, socket.inet_ntoa((place >> 16).to_bytes(4, "big")), place & 0xffff, os.getpid())
-               for rank, place in enumerate(places)], seconds)
+               for rank, place in enumerate(places)], MEET_SECONDS)
     return PoolTransport(transport, pool)

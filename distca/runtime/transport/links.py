@@ -5,7 +5,8 @@ connection, nothing waits for a particular peer, and connections are made at any
 
 **Frames.** A message is a JSON text of plain values, and may carry a payload, whose bytes are received into a tensor of
 their own. `send` writes what the kernel takes at once; one thread of the process writes the rest, receives, and calls
-`on_message` for each message of a link in the order of sending, and `on_closed` once a link has broken.
+`on_message` for each message of a link in the order of sending, and `on_closed` once a link has broken. With registered
+memory (`nixl.py`) a payload is not in its message, but where the message says that it can be read.
 
 **Trust.** Both ends prove that they know the run's secret before anything else is read: each answers the other's random
 challenge by an HMAC, which neither shows the secret nor can be used twice. A stranger gets a few bytes and a few
@@ -30,17 +31,17 @@ from typing import Any
 
 import torch
 
+from distca.runtime.transport.nixl import EXPOSED, MAX_PAYLOAD, TAKEN, RegisteredMemory
 from distca.validation import UserError
 
 Address = tuple[str, int]
 HEAD = struct.Struct("<IQ")      # bytes of the text, bytes of the payload
 MAX_TEXT = 16 << 20
-MAX_PAYLOAD = 1 << 40
 CHALLENGE_BYTES = 32
 HANDSHAKE_SECONDS = 5.0
 MAX_STRANGERS = 32               # connections that have not proved anything yet
 READS_IN_TURN = 64               # reads from one link before the others have their turn
-CLOSE_SECONDS = 2.0              # time to write what was sent before `close`
+CLOSE_SECONDS = 2.0              # time to write what was sent before `close`, and for peers to read what is exposed
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 LOG = logging.getLogger("distca")
 
@@ -48,7 +49,7 @@ LOG = logging.getLogger("distca")
 class Link:
     """One connection. `peer` is set by whoever learns who is at the other end."""
 
-    def __init__(self, sock: socket.socket, wake: Callable[[], None]) -> None:
+    def __init__(self, sock: socket.socket, links: Links) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setblocking(False)
@@ -56,7 +57,8 @@ class Link:
         self.is_open, self.polled = True, 0                      # events that the thread waits for
         self.lock = threading.Lock()
         self.leaving: deque[memoryview] = deque()                # bytes that the kernel has not taken yet
-        self._wake = wake
+        self.arrived: deque[tuple[dict[str, Any], torch.Tensor | None]] = deque()  # and not passed on yet
+        self._links = links
         self._buffer, self._into = bytearray(), memoryview(b"")  # what is being received, and the part still to come
         self._expect(HEAD.size)
         self._lengths: tuple[int, int] | None = None
@@ -64,20 +66,30 @@ class Link:
         self._payload: torch.Tensor | None = None
 
     def send(self, message: dict[str, Any], payload: torch.Tensor | None = None) -> None:
-        """Send a message and the bytes of a tensor on the CPU, which must not change; never blocks, never raises."""
+        """Send a message and the bytes of a tensor, which is complete and must not change; waits for no peer."""
+        memory = self._links.memory
+        if not self.is_open:
+            return
+        if payload is not None and payload.nbytes and memory is not None and payload.device.type == memory.device.type:
+            try:
+                message, payload = {**message, EXPOSED: memory.expose(self, payload)}, None
+            except ConnectionError as error:
+                LOG.warning("dropped the connection to rank %d: %s", self.peer, error)
+                return self.close()
+            self._links.wake()
+        elif payload is not None:
+            payload = payload.cpu()
         text = json.dumps(message).encode()
         parts = [memoryview(HEAD.pack(len(text), 0 if payload is None else payload.nbytes) + text)]
         if payload is not None and payload.nbytes:
             parts.append(_bytes_of(payload))
         with self.lock:
-            if not self.is_open:
-                return
             was_idle = not self.leaving
             self.leaving.extend(parts)
             if was_idle:
                 self.write()
             if self.leaving:
-                self._wake()
+                self._links.wake()
 
     def write(self) -> None:
         """Write what the kernel takes; the caller holds the lock."""
@@ -93,8 +105,8 @@ class Link:
         except OSError:                                          # reading notices it too, and says so
             self.leaving.clear()
 
-    def read(self, on_message: Callable[[Link, dict[str, Any], torch.Tensor | None], None]) -> bool:
-        """Receive what there is and pass on whole messages; return whether the connection still stands."""
+    def read(self) -> bool:
+        """Receive what there is; return whether the connection still stands."""
         for _ in range(READS_IN_TURN):
             try:
                 count = self.sock.recv_into(self._into)
@@ -110,10 +122,9 @@ class Link:
                 if not self._advance():
                     return False
                 if self._message is not None and not len(self._into):
-                    message, payload = self._message, self._payload
+                    self.arrived.append((self._message, self._payload))
                     self._lengths = self._message = self._payload = None
                     self._expect(HEAD.size)
-                    on_message(self, message, payload)
         return True
 
     def close(self) -> None:
@@ -157,6 +168,7 @@ class Links:
     ) -> None:
         self.secret, self.on_message, self.on_closed = secret, on_message, on_closed
         self.links: set[Link] = set()
+        self.memory: RegisteredMemory | None = None              # where payloads are, unless in their messages
         self._added: deque[Link] = deque()
         self._ends, self._strangers = threading.Event(), threading.Semaphore(MAX_STRANGERS)
         self._selector = selectors.DefaultSelector()
@@ -192,22 +204,27 @@ class Links:
     def close(self) -> None:
         """Write what was sent, then break all connections and end the thread."""
         deadline = time.monotonic() + CLOSE_SECONDS
-        while time.monotonic() < deadline and any(link.leaving for link in list(self.links)):
+        while time.monotonic() < deadline and (any(link.leaving for link in list(self.links)) or
+                                               (self.memory is not None and self.memory.held)):
             time.sleep(0.01)
         self._ends.set()
-        self._wake()
+        self.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_SECONDS)
 
     def _run(self) -> None:
+        ready: list[Any] = []
         while not self._ends.is_set():
-            for key, events in self._selector.select():
+            ready = self._selector.select(None if self.memory is None else self.memory.pause(bool(ready)))
+            for key, events in ready:
                 if key.data is not None:
                     self._serve(key.data, events)
                 elif key.fileobj is self._woken:
                     self._woken.recv(4096)
                 else:
                     self._meet_stranger()
+            for link in () if self.memory is None else self.memory.waiting:
+                self._serve(link, 0)
             while self._added:
                 link = self._added.popleft()
                 link.polled = self._selector.register(link.sock, _READ, link).events
@@ -216,6 +233,8 @@ class Links:
                     link.polled = self._selector.modify(link.sock, wanted, link).events
         for link in list(self.links):
             self._drop(link)
+        if self.memory is not None:
+            self.memory.close()
         for one in (self._listener, self._woken, self._waker):
             if one is not None:
                 one.close()
@@ -226,16 +245,41 @@ class Links:
             with link.lock:
                 link.write()
         try:
-            stands = not events & _READ or link.read(self.on_message)
-        except (KeyError, TypeError, ValueError) as error:       # a message that is not ours
+            stands = not events & _READ or link.read()
+            self._pass_on(link)
+        except ConnectionError as error:
+            LOG.warning("dropped the connection to rank %d: %s", link.peer, error)
+            stands = False
+        except (LookupError, TypeError, ValueError) as error:      # a message that is not ours
             LOG.warning("dropped the connection to rank %d, which sent what cannot be read (%r)", link.peer, error)
             stands = False
         if not stands:
             self._drop(link)
             self.on_closed(link)
 
+    def _pass_on(self, link: Link) -> None:
+        """Pass on messages in the order of sending, each when its payload is here."""
+        while link.arrived:
+            message, payload = link.arrived[0]
+            if EXPOSED in message:
+                payload = self._registered().receive(link, message)
+                if payload is None:
+                    return
+            link.arrived.popleft()
+            if message.get("kind") == TAKEN:
+                self._registered().taken(link, int(message["block"]))
+            else:
+                self.on_message(link, message, payload)
+
+    def _registered(self) -> RegisteredMemory:
+        if self.memory is None:
+            raise ValueError("where to read memory, over links without it")
+        return self.memory
+
     def _drop(self, link: Link) -> None:
         link.close()
+        if self.memory is not None:
+            self.memory.forget(link)
         if link.polled:
             self._selector.unregister(link.sock)
             link.polled = 0
@@ -273,16 +317,16 @@ class Links:
             self._strangers.release()
 
     def _add(self, sock: socket.socket) -> Link:
-        link = Link(sock, self._wake)
+        link = Link(sock, self)
         self.links.add(link)
         self._added.append(link)
-        self._wake()
+        self.wake()
         return link
 
     def _proof(self, role: bytes, acceptor: bytes, connector: bytes) -> bytes:
         return hmac.digest(self.secret, b"distca " + role + acceptor + connector, "sha256")
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         with suppress(OSError):                                  # it is awake already, or has ended
             self._waker.send(b"w")
 

@@ -163,6 +163,8 @@ class Attention:
         "than attention.dedicated if servers will join later; 0: attention.dedicated.", most=MAX_RANKS, counted=True)
     patience: float = setting(10.0, "Seconds that a dedicated server may be late before it counts as lost; longer if "
         "20 times its predicted seconds are longer.", above=0)
+    links: str = setting("tcp", "How tensors go to dedicated servers and back: through host memory and TCP (tcp), "
+        "or read where they are, also in the memory of GPUs (nixl).", choices=("tcp", "nixl"))
     listen: str = setting("", "Address at which training ranks accept servers, with a port to which the rank is "
         "added (10.0.0.7:29600) or without; empty: this host's address towards the launcher's, any port.")
 

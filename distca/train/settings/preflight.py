@@ -114,6 +114,7 @@ def _require_packages(settings: Settings) -> None:
                                  ("wandb", "log.wandb", settings.log.wandb),
                                  ("safetensors", "model.load", settings.model.load),
                                  ("xxhash", "checkpoint.folder", settings.checkpoint.folder),
+                                 ("nixl", "attention.links", settings.attention.links != "tcp" and "nixl"),
                                  ("xxhash", "data.cache", settings.data.is_cached and settings.data.cache)):
         if value and find_spec(package) is None:
             raise UserError(f"{name} is {json.dumps(value)} but {package} is not installed; "

@@ -22,10 +22,11 @@ from distca.runtime.pool.runner import Runner
 from distca.runtime.pool.transport import PoolTransport
 from distca.runtime.transport import LoopbackTransport, LoopbackWorld
 from distca.spec import ModelShape
+from distca.validation import UserError
 from distca.workload.layout import layout_from_rows
 from tests.support.attention import dense_on_one, from_rows, gradient, qkv_of, random_qkv, row_index
 from tests.support.plans import scattered_plan
-from tests.support.pools import server_for, server_pools, start
+from tests.support.pools import LINKS, USED, server_for, server_pools, start
 
 MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
 HOMES, ROLES, CALLS = 2, 2, 4
@@ -41,6 +42,14 @@ def _one_thread() -> Any:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="module", params=LINKS)
+def _links(request: pytest.FixtureRequest) -> Any:
+    before = USED["links"]
+    USED["links"] = request.param
+    yield
+    USED["links"] = before
 
 
 def tensors_of(plan: Plan, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -77,7 +86,7 @@ def same_bits(one: Rows, other: Rows) -> bool:
 
 
 @pytest.fixture(scope="module", params=[torch.float64, torch.float32], ids=["float64", "float32"])
-def undisturbed(request: pytest.FixtureRequest) -> tuple[torch.dtype, Rows]:
+def undisturbed(request: pytest.FixtureRequest, _links: None) -> tuple[torch.dtype, Rows]:
     with server_pools(HOMES, ROLES) as pools:
         rows = run_calls(pools, request.param)
         assert sum(pool.take_faults().lost for pool in pools) == 0
@@ -265,3 +274,16 @@ def test_a_home_that_closes_first_has_sent_what_the_others_wait_for(undisturbed:
         outs = LoopbackWorld(HOMES, timeout_seconds=30).run(body)
     if undisturbed[0] is torch.float64:
         assert all(torch.equal(out, row[0]) for out, row in zip(outs, undisturbed[1], strict=True))
+
+
+def test_a_server_on_another_kind_of_device_is_refused_where_memory_is_read() -> None:
+    """Over TCP it serves: tensors come through host memory anyway."""
+    with server_pools(HOMES, ROLES, servers=0) as pools:
+        pools[0].runner.device = torch.device("meta")            # what rank 0 says that tensors are on
+        server = server_for(pools)
+        if USED["links"] == "nixl":
+            with pytest.raises(UserError, match=r"attention.links is 'nixl', .* on meta, but this one's device is cpu"):
+                server.run()
+        else:
+            start(server)
+            assert pools[0].wait_for_servers(1, 20)

@@ -37,6 +37,12 @@ def test_offloading_on_a_cpu_is_refused(tmp_path: Path) -> None:
         check_machine(chosen)
 
 
+def test_links_over_nixl_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None if name == "nixl" else name)
+    with pytest.raises(ValueError, match=r'attention\.links is "nixl" but nixl is not installed; run: pip'):
+        check_machine(Settings().with_values({"attention.links": "nixl"}))
+
+
 def test_who_compiles(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def chosen(value: str) -> Settings:
         return Settings().with_values({"model.compile": value})

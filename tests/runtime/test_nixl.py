@@ -1,0 +1,115 @@
+"""Registered memory: payloads are read whole or refused, blocks are used again, and a lost peer is named."""
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+
+from distca.runtime.transport.nixl import HEAD, RegisteredMemory, memory_for
+from distca.validation import UserError
+from tests.support.pools import NEEDS_NIXL
+
+CPU, LOOPBACK = torch.device("cpu"), ("127.0.0.1", 0)
+
+
+def memories(count: int) -> list[RegisteredMemory]:
+    return [RegisteredMemory(CPU, on_loopback=True) for _ in range(count)]
+
+
+@dataclass(eq=False)
+class End:
+    """What registered memory knows of a link."""
+
+    is_open: bool = True
+
+
+def whole(memory: RegisteredMemory, other: Any, about: list[Any], meanwhile: Callable[[], object]) -> torch.Tensor:
+    fetch = memory.fetch(other, about)
+    while True:
+        try:
+            next(fetch)
+        except StopIteration as end:
+            return end.value
+        meanwhile()
+
+
+@NEEDS_NIXL
+def test_payloads_are_whole_and_blocks_are_used_again() -> None:
+    """A block that was taken serves the next payload that it can hold without being more than twice as large."""
+    (mine, theirs), here, there = memories(2), End(), End()
+    for size in (1, 1000, 1_000_003, 600_000, 1_000_003):
+        payload = torch.arange(size, dtype=torch.float64)
+        about = mine.expose(here, payload)
+        assert mine.held and about[3] == payload.nbytes
+        got = whole(theirs, there, about, mine.progress)
+        assert torch.equal(got.view(torch.float64), payload)
+        mine.taken(here, about[0])
+        assert not mine.held
+    assert [len(one.memory) for one in mine.blocks] == [1 << 16, 8 * 1_000_003 + HEAD]
+
+
+@NEEDS_NIXL
+def test_what_was_taken_back_is_refused() -> None:
+    """The link had ended at its sender, whose block holds another payload by now, also one that looks the same."""
+    (mine, theirs), here, there = memories(2), End(), End()
+    about = mine.expose(here, torch.ones(1000))
+    mine.forget(here)
+    assert not mine.held
+    whole(theirs, there, about, mine.progress)                   # nothing is there in its place
+    again = mine.expose(End(), torch.ones(1000))
+    assert again[0] == about[0]
+    with pytest.raises(ConnectionError, match="taken back before it was read"):
+        whole(theirs, there, about, mine.progress)
+    mine.close()
+    with pytest.raises(ConnectionError, match="a payload could not be read"):
+        whole(theirs, there, again, lambda: None)
+    assert not any(block.memory[:8].any() for block in mine.blocks)
+
+
+@NEEDS_NIXL
+def test_what_is_exposed_to_a_link_that_has_ended_holds_no_block() -> None:
+    (mine,), here = memories(1), End()
+    here.is_open = False
+    mine.expose(here, torch.ones(10))
+    assert not mine.held and here not in mine.blocks[0].known
+
+
+def exposes(end: Connection) -> None:
+    memory = RegisteredMemory(CPU, on_loopback=True)
+    end.send(memory.expose(End(), torch.arange(1000)))
+    while True:
+        memory.progress()
+
+
+@NEEDS_NIXL
+@pytest.mark.multiprocess
+def test_a_killed_process_is_named_at_the_next_read() -> None:
+    mine, there, context = memories(1)[0], End(), multiprocessing.get_context("forkserver")
+    end, child_end = context.Pipe()
+    process = context.Process(target=exposes, args=(child_end,), daemon=True)
+    process.start()
+    about = end.recv()
+    assert torch.equal(whole(mine, there, about, mine.progress).view(torch.int64), torch.arange(1000))
+    os.kill(process.pid or 0, signal.SIGKILL)
+    process.join()
+    with pytest.raises(ConnectionError, match=r"a payload could not be read.*DISCONNECT"):
+        whole(mine, there, about, mine.progress)
+    mine.forget(there)
+    again = mine.expose(there, torch.ones(3))                    # the others are served on
+    assert torch.equal(whole(memories(1)[0], End(), again, mine.progress).view(torch.float32), torch.ones(3))
+
+
+def test_a_process_without_nixl_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    with pytest.raises(UserError, match=r"need nixl.*install.*nixl.*or use links 'tcp'"):
+        memory_for("nixl", CPU, LOOPBACK)
+    assert memory_for("tcp", CPU, LOOPBACK) is None
+    with pytest.raises(UserError, match="links is 'rdma'; choose one of: tcp, nixl"):
+        memory_for("rdma", CPU, LOOPBACK)
