@@ -5,9 +5,10 @@ asks local ranks to save and stop; a second Ctrl-C kills them. If a rank fails, 
 errors and are then killed. The run reports the first failure; a rank that a signal killed counts as first, because the
 errors of other ranks follow from its loss.
 
-With `run.restarts` local ranks are then all started again: their process group is lost with any of them. The process
-that takes a lost one's place has its rank and its device, so the mesh stays. The ranks learn of the restart as from
-torchrun, whose agent restarts the ranks of clusters and may give them another number.
+With `run.restarts` the ranks that train are then all started again: their process group is lost with any of them. The
+process that takes a lost one's place has its rank and its device, so the mesh stays. The ranks learn of the restart as
+from torchrun, whose agent restarts the ranks of clusters and may give them another number. Ranks that only serve stay:
+they look for the restarted ones in the store, which is one for the whole run.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -226,24 +227,22 @@ class _LocalRanks:
         self.stop_signals: list[int] = []
         self.restarts = 0
         self.training = num_training(settings, settings.run.ranks)  # ranks after these only serve: a run survives them
-        self._begin()
-
-    def _begin(self) -> None:
-        """Forget the ranks of the last start."""
-        self.processes: list[Any] = []
-        self.reports: list[Connection] = []
-        self.ended: dict[int, float] = {}  # rank -> time.time() of its end
-        self.memory_kills = MemoryKills.of(Path("/"))
+        self.processes: dict[int, Any] = {}                      # by rank
+        self.reports: dict[int, Connection] = {}
+        self.ended: dict[int, float] = {}                        # rank -> time.time() of its end
+        self.memory_kills = MemoryKills.of(Path("/"))            # before the ranks were started last
 
     def run(self) -> int:
         if num_roles(self.settings):
             os.environ.setdefault(SECRET, token_hex(32))         # the ranks inherit it
         before = self._handle_signals()
+        store = _loopback_store(self.settings.run.timeout_seconds)
         try:
-            while (code := self._run_once()) is None:
+            while (code := self._run_once(store.port)) is None:
                 self.restarts += 1
             return code
         finally:
+            self._kill(self.processes)
             for number, handler in before.items():
                 signal.signal(number, handler)
             if self.settings.checkpoint.neighbour_every:
@@ -251,18 +250,16 @@ class _LocalRanks:
 
                 forget(Path(self.settings.checkpoint.folder))
 
-    def _run_once(self) -> int | None:
-        """Start all ranks and wait for their end; return the exit code, or None if they are to be started again."""
-        self._begin()
-        store = _loopback_store(self.settings.run.timeout_seconds)
-        try:
-            for rank in range(self.settings.run.ranks):
-                self._start(rank, store.port)
-            late = [rank for rank in self._watch() if rank < self.training]
-        finally:
-            self._kill()
-        return self._code([self._failure(rank) for rank, process in enumerate(self.processes[:self.training])
-                           if process.exitcode and rank not in late], late)
+    def _run_once(self, port: int) -> int | None:
+        """Start ranks and wait for their end; return the exit code, or None if they are to be started again."""
+        self.memory_kills = MemoryKills.of(Path("/"))
+        for rank in range(self.settings.run.ranks):
+            if rank not in self.processes or rank in self.ended:  # servers may still run
+                self._start(rank, port)
+        self._watch()
+        late = self._kill(range(self.training))
+        return self._code([self._failure(rank) for rank in range(self.training)
+                           if self.processes[rank].exitcode and rank not in late], late)
 
     def _start(self, rank: int, port: int) -> None:
         world = self.settings.run.ranks
@@ -272,32 +269,32 @@ class _LocalRanks:
             self.settings, self.main, RankEnv(rank, world, rank, world, "127.0.0.1", port), self.restarts, reporter))
         process.start()
         reporter.close()
-        self.processes.append(process)
-        self.reports.append(report)
+        self.processes[rank], self.reports[rank] = process, report
+        self.ended.pop(rank, None)
 
-    def _watch(self) -> list[int]:
-        """Wait for all ranks; a failure or a stop signal sets a deadline. Return the ranks that missed the deadline."""
+    def _watch(self) -> None:
+        """Wait for all ranks, or after a failure for those that train; that and a stop signal set a deadline."""
         forwarded, deadline = 0, float("inf")
         while time.monotonic() < deadline:
-            failed = any(process.exitcode for process in self.processes[:self.training])
-            for rank, process in enumerate(self.processes):
+            for rank, process in self.processes.items():
                 if process.exitcode is not None and rank not in self.ended:
                     self.ended[rank] = time.time()
                     if process.exitcode and rank >= self.training:
                         print(self._failure(rank).text, file=sys.stderr, flush=True)
-            if len(self.ended) == len(self.processes):
-                break
-            if failed or all(process.exitcode is not None for process in self.processes[:self.training]):
+            trained = all(rank in self.ended for rank in range(self.training))
+            failed = any(self.processes[rank].exitcode for rank in self.ended if rank < self.training)
+            if trained and (failed or len(self.ended) == len(self.processes)):
+                return
+            if failed or trained:
                 deadline = min(deadline, time.monotonic() + FAILURE_GRACE_SECONDS)
             if len(self.stop_signals) > forwarded:
                 kill_now = self.stop_signals.count(signal.SIGINT) > 1
                 patience = self.settings.run.timeout_seconds + STOP_MARGIN_SECONDS  # ranks find a stuck peer earlier
                 deadline = min(deadline, time.monotonic() + (0 if kill_now else patience))
                 forwarded = len(self.stop_signals)
-                for process in self.processes[:self.training]:   # they release the servers
-                    process.terminate()
-            wait([process.sentinel for process in self.processes if process.exitcode is None], timeout=POLL_SECONDS)
-        return self._kill()
+                for rank in range(self.training):                # they release the servers
+                    self.processes[rank].terminate()
+            wait([process.sentinel for process in self.processes.values() if process.exitcode is None], POLL_SECONDS)
 
     def _code(self, failures: list[Failure], late: list[int]) -> int | None:
         if self.stop_signals:  # ranks that had not yet set a handler were ended by SIGTERM
@@ -315,7 +312,7 @@ class _LocalRanks:
         if late:
             print(f"distca: rank {late[0]} did not stop in time and was ended", file=sys.stderr, flush=True)
         saved = self.stop_signals[0] == signal.SIGTERM and not any(
-            process.exitcode for process in self.processes[:self.training])
+            self.processes[rank].exitcode for rank in range(self.training))
         return 0 if saved else 128 + self.stop_signals[0]
 
     def _failure(self, rank: int) -> Failure:
@@ -334,13 +331,13 @@ class _LocalRanks:
             return Failure(when, rank, 128 - code, text, cause)
         return Failure(when, rank, code, f"distca: rank {rank} ended with exit code {code}")
 
-    def _kill(self) -> list[int]:
-        """Kill the ranks that still run and return them."""
-        running = [rank for rank, process in enumerate(self.processes) if process.exitcode is None]
+    def _kill(self, ranks: Iterable[int]) -> list[int]:
+        """Kill those of these ranks that still run and return them."""
+        running = [rank for rank in ranks if self.processes[rank].exitcode is None]
         for rank in running:
             self.processes[rank].kill()
-        for rank, process in enumerate(self.processes):
-            process.join()
+        for rank in ranks:
+            self.processes[rank].join()
             self.ended.setdefault(rank, time.time())
         return running
 

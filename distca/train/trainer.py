@@ -59,6 +59,7 @@ from distca.train.servers import (
     MembersFile,
     find_in_store,
     open_pool,
+    port_before_restart,
     publish_in_store,
     secret_in,
     serve,
@@ -88,7 +89,8 @@ def run(settings: Settings) -> int:
         if env.local_rank == 0 and settings.data.is_cached:
             open_corpora(settings, verify=True)                  # tokenizes; the other ranks then find the cache
         ranks.meet()
-        trainer = Trainer(settings, device, open_pool(settings, device, secret, publish_in_store))
+        port = port_before_restart() if env.rank == 0 and num_roles(settings) else 0
+        trainer = Trainer(settings, device, open_pool(settings, device, secret, publish_in_store, port))
         trainer.train()
         finished = trainer.step >= settings.run.steps
     except RuntimeError as error:

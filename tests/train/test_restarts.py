@@ -215,3 +215,20 @@ def test_no_restart_after_a_refusal_or_a_stop_signal(tmp_path: Path, capfd: pyte
         threading.Thread(target=ask, daemon=True).start()
     assert launch(settings, getattr(mains, main)) == code
     assert "restart" not in capfd.readouterr().err
+
+
+def test_servers_stay_and_serve_the_restarted_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The same process serves before and after; the rank that dies is the one whose address servers know."""
+    settings = {"run__ranks": 3, "attention__dedicated": 1, "run__steps": 6}
+    found = []
+    for name, deaths in (("calm", []), ("killed", [(0, "backward", 4), (1, "forward", 2)])):
+        folder = tmp_path / name
+        folder.mkdir()
+        chosen = run_in(folder, **settings)
+        (folder / "deaths.json").write_text(json.dumps(deaths))
+        assert launch(chosen, mains.train_and_note_servers) == 0
+        found.append(losses(folder))
+    noted = [json.loads(line) for line in (tmp_path / "killed/servers.jsonl").read_text().splitlines()]
+    assert [restarts for restarts, _ in noted] == [0, 1, 2] and len({str(servers) for _, servers in noted}) == 1
+    assert len(noted[0][1]) == 1 and found[0] == found[1]
+    assert "restart 2 of 3" in capfd.readouterr().err
