@@ -150,8 +150,8 @@ class Tally:
             "work_before", "work_after", "bytes_per_layer", "served_in_bubbles")}
         shares = {f"{name}_share": sums[f"{name}_seconds"] / seconds for name in (
             "exposed", "host", "attention", "linear")}
-        faults = {name: sums[name] if sums["faults"] else None
-                  for name in ("faults", "repeated_tasks", "fault_seconds")}
+        faults: dict[str, Any] = {name: sums[name] if sums["faults"] else None for name in (
+            "faults", "repeated_tasks", "fault_seconds")}
         return RunSummary(
             steps=self.steps, last_step=self.last.step, tokens=sums["tokens"], seconds=sums["seconds"],
             first_loss=self.first.loss, final_loss=self.last.loss, recent_loss=sum(self.recent) / len(self.recent),

@@ -120,8 +120,8 @@ def test_the_summary_says_how_the_run_ended(settings: Settings, records: int, st
 @pytest.mark.parametrize("terminal", [False, True])
 def test_faults_are_counted_where_people_look(settings: Settings, terminal: bool) -> None:
     """A line per step that lost some, whatever log.every says; the panel and the summary add them up."""
-    lost = [{"faults": 1, "repeated_tasks": 4, "fault_seconds": 0.25}, {"faults": 0, "repeated_tasks": 0,
-            "fault_seconds": 0.0}, {"faults": 2, "repeated_tasks": 8, "fault_seconds": 0.5}]
+    lost: list[dict[str, Any]] = [{"faults": count, "repeated_tasks": 4 * count, "fault_seconds": 0.25 * count}
+                                  for count in (1, 0, 2)]
     console = _console(terminal)
     summary = _observed(settings.with_values({"log.every": 100}),
                         [replace(RECORD, step=at, servers=3 - at, **one) for at, one in enumerate(lost, 1)], console)
