@@ -8,7 +8,8 @@ errors of other ranks follow from its loss.
 With `run.restarts` the ranks that train are then all started again: their process group is lost with any of them. The
 process that takes a lost one's place has its rank and its device, so the mesh stays. The ranks learn of the restart as
 from torchrun, whose agent restarts the ranks of clusters and may give them another number. Ranks that only serve stay:
-they look for the restarted ones in the store, which is one for the whole run.
+they look for the restarted ones in the store, which is one for the whole run. If the same rank ends two starts in a row
+before its first step, its device counts as gone, and the run goes on with the same batch on fewer data ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from secrets import token_hex
 from typing import Any, NamedTuple, NoReturn, cast
 
 from distca.train.display import title
-from distca.train.settings import Settings, num_roles, num_training
+from distca.train.settings import Settings, num_roles, num_training, on_fewer_ranks
 from distca.train.settings.checks import check_settings
 from distca.train.settings.preflight import MemoryKills, check_machine, threads_for
 from distca.validation import MAX_LOCAL_RANKS, UserError, check_whole, plain
@@ -72,6 +73,7 @@ class Failure(NamedTuple):
     text: str
     signal: int | None = None  # the signal that killed the rank; None for SIGABRT and SIGTERM
     final: bool = False  # a refusal or a full disk, for example, which a restart would meet again
+    stepped: bool = False  # whether the rank had taken a step since its start
 
 
 def launch(settings: Settings, main: Main) -> int:
@@ -226,6 +228,7 @@ class _LocalRanks:
         self.settings, self.main = settings, main
         self.stop_signals: list[int] = []
         self.restarts = 0
+        self.stuck: int | None = None                            # the rank that ended the last start before any step
         self.training = num_training(settings, settings.run.ranks)  # ranks after these only serve: a run survives them
         self.processes: dict[int, Any] = {}                      # by rank
         self.reports: dict[int, Connection] = {}
@@ -303,8 +306,9 @@ class _LocalRanks:
             first = min(failures, key=lambda failure: (failure.signal is None, failure.when))
             most = 0 if self.stop_signals or first.final else self.settings.run.restarts
             again = self.restarts < most
-            then = f"; restart {self.restarts + 1} of {most} (run.restarts), from the newest checkpoint" if again else (
-                f"; run.restarts is {most} and all have been used" if most else "")
+            then = (f"; restart {self.restarts + 1} of {most} (run.restarts), from the newest checkpoint"
+                    f"{self._on_fewer_ranks(late[0] if late else first.rank, first.stepped)}" if again else
+                    f"; run.restarts is {most} and all have been used" if most else "")
             print(first.text + then, file=sys.stderr, flush=True)
             return None if again else first.code
         if not self.stop_signals:
@@ -315,11 +319,31 @@ class _LocalRanks:
             self.processes[rank].exitcode for rank in range(self.training))
         return 0 if saved else 128 + self.stop_signals[0]
 
+    def _on_fewer_ranks(self, lost: int, stepped: bool) -> str:
+        """Leave out the device of a rank that ended two starts in a row before any step; return what to say of it."""
+        before, self.stuck = self.stuck, None if stepped else lost
+        fewer = on_fewer_ranks(self.settings) if before is not None and before == self.stuck else None
+        if fewer is None:
+            return ""
+        import torch
+
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+        if len(seen) >= self.settings.run.ranks:                 # a GPU each
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(seen[:lost] + seen[lost + 1:])
+        self._kill(self.processes)                               # servers too: their ranks move up
+        self.processes, self.ended, self.stuck = {}, {}, None
+        self.settings, self.training = fewer, num_training(fewer, fewer.run.ranks)
+        return (f", with the same batch on fewer ranks, because rank {lost} ended twice before a step: run.ranks is "
+                f"{fewer.run.ranks} and batch.tokens_per_rank {fewer.batch.tokens_per_rank}")
+
     def _failure(self, rank: int) -> Failure:
-        report, code, when = self.reports[rank], self.processes[rank].exitcode, self.ended[rank]
+        report, code, when, stepped = self.reports[rank], self.processes[rank].exitcode, self.ended[rank], False
         try:
-            if report.poll():
-                return cast(Failure, report.recv())
+            while report.poll():
+                told = cast(Failure | None, report.recv())
+                if told is not None:
+                    return told._replace(stepped=stepped)
+                stepped = True
         except EOFError:
             pass
         if code < 0:
@@ -328,8 +352,8 @@ class _LocalRanks:
                 text += (f": memory ran out, by the kernel's count ({self.memory_kills.file}); use fewer tokens per "
                          "rank, more ranks, or a machine with more memory")
             cause = None if -code in (signal.SIGABRT, signal.SIGTERM) else -code
-            return Failure(when, rank, 128 - code, text, cause)
-        return Failure(when, rank, code, f"distca: rank {rank} ended with exit code {code}")
+            return Failure(when, rank, 128 - code, text, cause, stepped=stepped)
+        return Failure(when, rank, code, f"distca: rank {rank} ended with exit code {code}", stepped=stepped)
 
     def _kill(self, ranks: Iterable[int]) -> list[int]:
         """Kill those of these ranks that still run and return them."""
@@ -388,6 +412,12 @@ class _Report:
 
     launcher: Connection | None = None
     lock = threading.Lock()
+
+
+def report_step() -> None:
+    """Tell the launcher, if it is ours, that this rank has taken its first step since its start."""
+    if _Report.launcher is not None:
+        _Report.launcher.send(None)
 
 
 def end_rank(text: str, code: int = 1, final: bool = False) -> NoReturn:

@@ -209,10 +209,12 @@ class Trainer:
         if self.rank == 0:
             self.members = MembersFile(Path(self.settings.log.folder), people, self.servers)
             write_about(self.settings, self.world, self.batches.loader.model, self.device)
-        saved = self.settings.checkpoint
+        saved, first = self.settings.checkpoint, self.step + 1
         try:
             while self.step < self.settings.run.steps and not self.agreed_to_stop():
                 record = self.one_step()
+                if self.step == first:
+                    launch.report_step()
                 if self.evaluation is not None and self.evaluation.is_due(self.step):
                     record = replace(record, eval_loss=self.evaluation.loss(self.forward_only, self.pool))
                 observer.step(record)

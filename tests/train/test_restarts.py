@@ -23,7 +23,7 @@ from distca.train.checkpoint import neighbour
 from distca.train.checkpoint.files import Reader
 from distca.train.checkpoint.folder import read_manifest
 from distca.train.launch import launch
-from distca.train.settings import Settings
+from distca.train.settings import Settings, on_fewer_ranks
 from tests.support import rank_mains as mains
 
 STEPS = 10
@@ -215,6 +215,30 @@ def test_no_restart_after_a_refusal_or_a_stop_signal(tmp_path: Path, capfd: pyte
         threading.Thread(target=ask, daemon=True).start()
     assert launch(settings, getattr(mains, main)) == code
     assert "restart" not in capfd.readouterr().err
+
+
+def test_a_rank_that_cannot_start_again_is_left_out(whole: Path, tmp_path: Path,
+                                                    capfd: pytest.CaptureFixture[str]) -> None:
+    """The same batch on the rank that is left; sums of float32 come in another order."""
+    settings = run_in(tmp_path)
+    (tmp_path / "deaths.json").write_text(json.dumps([(1, "backward", 4), (1, "loading", 0), (1, "loading", 0)]))
+    assert launch(settings, mains.train_and_die) == 0
+    error = capfd.readouterr().err
+    assert error.count("the same batch on fewer ranks, because rank 1 ended twice before a step: run.ranks is 1 and "
+                       "batch.tokens_per_rank 256") == 1 and "restart 3 of 3" in error, error
+    assert losses(tmp_path) == pytest.approx(losses(whole), rel=1e-3)
+    assert [record["tokens"] for record in logged(tmp_path)] == [256] * STEPS
+
+
+@pytest.mark.parametrize(("ranks", "dedicated", "tensor", "tokens", "fewer"), [
+    (8, 0, 1, 4096, (4, 8192)), (3, 1, 1, 100, (2, 200)), (6, 0, 2, 64, (4, 96)), (4, 0, 1, 3, (3, 4)),
+    (2, 0, 2, 64, None), (1, 0, 1, 64, None)])
+def test_the_same_batch_on_fewer_ranks(ranks: int, dedicated: int, tensor: int, tokens: int,
+                                       fewer: tuple[int, int] | None) -> None:
+    """7 do not share 32,768 tokens, 4 do; 2 × 96 = 3 × 64; odd tokens could not be cut into ping and pong."""
+    found = on_fewer_ranks(Settings().with_values({"run.ranks": ranks, "attention.dedicated": dedicated,
+                                                   "parallel.tensor": tensor, "batch.tokens_per_rank": tokens}))
+    assert (found and (found.run.ranks, found.batch.tokens_per_rank)) == fewer
 
 
 def test_servers_stay_and_serve_the_restarted_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
