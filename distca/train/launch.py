@@ -8,8 +8,8 @@ errors of other ranks follow from its loss.
 With `run.restarts` the ranks that train are then all started again: their process group is lost with any of them. The
 process that takes a lost one's place has its rank and its device, so the mesh stays. The ranks learn of the restart as
 from torchrun, whose agent restarts the ranks of clusters and may give them another number. Ranks that only serve stay:
-they look for the restarted ones in the store, which is one for the whole run. If the same rank ends two starts in a row
-before its first step, its device counts as gone, and the run goes on with the same batch on fewer data ranks.
+they look for the restarted ones in the store, which is one for the whole run. If the same rank fails in two starts in a
+row before its first step, its device counts as gone, and the run goes on with the same batch on fewer data ranks.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ class _LocalRanks:
         self.settings, self.main = settings, main
         self.stop_signals: list[int] = []
         self.restarts = 0
-        self.stuck: int | None = None                            # the rank that ended the last start before any step
+        self.stuck: int | None = None                        # that failed in the last start, before any step
         self.training = num_training(settings, settings.run.ranks)  # ranks after these only serve: a run survives them
         self.processes: dict[int, Any] = {}                      # by rank
         self.reports: dict[int, Connection] = {}
@@ -307,7 +307,7 @@ class _LocalRanks:
             most = 0 if self.stop_signals or first.final else self.settings.run.restarts
             again = self.restarts < most
             then = (f"; restart {self.restarts + 1} of {most} (run.restarts), from the newest checkpoint"
-                    f"{self._on_fewer_ranks(late[0] if late else first.rank, first.stepped)}" if again else
+                    f"{self._on_fewer_ranks(first)}" if again else
                     f"; run.restarts is {most} and all have been used" if most else "")
             print(first.text + then, file=sys.stderr, flush=True)
             return None if again else first.code
@@ -319,10 +319,15 @@ class _LocalRanks:
             self.processes[rank].exitcode for rank in range(self.training))
         return 0 if saved else 128 + self.stop_signals[0]
 
-    def _on_fewer_ranks(self, lost: int, stepped: bool) -> str:
-        """Leave out the device of a rank that ended two starts in a row before any step; return what to say of it."""
-        before, self.stuck = self.stuck, None if stepped else lost
-        fewer = on_fewer_ranks(self.settings) if before is not None and before == self.stuck else None
+    def _on_fewer_ranks(self, first: Failure) -> str:
+        """Leave out the device of a rank that failed in two starts in a row before any step; return what to say of it.
+
+        Neither SIGKILL, which comes from outside, counts, nor what a rank says of another one.
+        """
+        lost = first.rank
+        fails = first.text.startswith(f"distca: rank {lost} ") and first.signal != signal.SIGKILL and not first.stepped
+        before, self.stuck = self.stuck, lost if fails else None
+        fewer = on_fewer_ranks(self.settings) if fails and before == lost else None
         if fewer is None:
             return ""
         import torch
@@ -333,7 +338,7 @@ class _LocalRanks:
         self._kill(self.processes)                               # servers too: their ranks move up
         self.processes, self.ended, self.stuck = {}, {}, None
         self.settings, self.training = fewer, num_training(fewer, fewer.run.ranks)
-        return (f", with the same batch on fewer ranks, because rank {lost} ended twice before a step: run.ranks is "
+        return (f", with the same batch on fewer ranks, because rank {lost} failed twice before a step: run.ranks is "
                 f"{fewer.run.ranks} and batch.tokens_per_rank {fewer.batch.tokens_per_rank}")
 
     def _failure(self, rank: int) -> Failure:

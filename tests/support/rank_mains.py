@@ -278,3 +278,10 @@ def train_and_note_servers(settings: Settings) -> int:
 
     vars(trainer)["Trainer"] = Noting
     return train_and_die(settings)
+
+
+def train_without_the_device(settings: Settings) -> int:
+    """As `train_and_die`, but after the first start there is no device for rank 1."""
+    if launch.restarts(os.environ)[0] and launch.this_rank().rank == 1:
+        raise RuntimeError("CUDA error: no such device")
+    return train_and_die(settings)
