@@ -242,15 +242,14 @@ def adapted(results: Path) -> str:
 def servers(results: Path) -> str:
     content = _read(results, "servers")
     table = [[f"{row['trainers']} + {row['servers']}", f"{row['tokens_per_rank']:,}",
-              f"{1e3 * row['all_to_all_seconds']:.0f} ms", f"{1e3 * row['links_seconds']:.0f} ms",
-              f"{row['ratio']:.2f}", f"{row['cpu_ratio']:.2f}",
+              f"{1e3 * row['all_to_all_seconds']:.0f} ms", f"{row['ratio']:.2f}", f"{row['cpu_ratio']:.2f}",
               "" if row["crash_seconds"] is None else f"{1e3 * row['crash_seconds']:.0f} ms"]
              for row in content["rows"]]
     return ("## Servers that come and go, restarts\n\nOne attention call, forward and backward, of CPU processes on "
             f"{_cores(content)}: training ranks and dedicated servers as one group with an all-to-all, and in turn "
-            "with servers over links, whose loss a run survives. The last column is by how much the longest call is "
-            f"longer than the median when a server is killed ({_source('servers')}, `benchmarks/servers.py`):\n\n"
-            + _table(("trainers + servers", "tokens a rank", "all-to-all", "links", "ratio", "by CPU seconds",
+            "with servers over links, whose loss a run survives; ratios are medians over rounds. The last column is by "
+            f"how much the longest call is longer than the median when a server is killed ({_source('servers')}, `benchmarks/servers.py`):\n\n"
+            + _table(("trainers + servers", "tokens a rank", "all-to-all", "links over it", "by CPU seconds",
                       "a killed server adds"), table))
 
 
