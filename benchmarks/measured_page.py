@@ -248,7 +248,8 @@ def servers(results: Path) -> str:
     return ("## Servers that come and go, restarts\n\nOne attention call, forward and backward, of CPU processes on "
             f"{_cores(content)}: training ranks and dedicated servers as one group with an all-to-all, and in turn "
             "with servers over links, whose loss a run survives; ratios are medians over rounds. The last column is by "
-            f"how much the longest call is longer than the median when a server is killed ({_source('servers')}, `benchmarks/servers.py`):\n\n"
+            f"how much the longest call is longer than the median when a server is killed ({_source('servers')}, "
+            "`benchmarks/servers.py`):\n\n"
             + _table(("trainers + servers", "tokens a rank", "all-to-all", "links over it", "by CPU seconds",
                       "a killed server adds"), table))
 
