@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import distca
+from distca.train import launch as launching
 from distca.train.checkpoint import neighbour
 from distca.train.checkpoint.files import Reader
 from distca.train.checkpoint.folder import read_manifest
@@ -239,6 +240,24 @@ def test_the_same_batch_on_fewer_ranks(ranks: int, dedicated: int, tensor: int, 
     found = on_fewer_ranks(Settings().with_values({"run.ranks": ranks, "attention.dedicated": dedicated,
                                                    "parallel.tensor": tensor, "batch.tokens_per_rank": tokens}))
     assert (found and (found.run.ranks, found.batch.tokens_per_rank)) == fewer
+
+
+@pytest.mark.parametrize(("given", "left"), [("", "0,2"), ("4,5,6", "4,6"), ("4,5", "4,5")])
+def test_which_failures_leave_a_device_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str,
+                                           left: str) -> None:
+    """Its own, twice in a row and before a step; a GPU that ranks share stays."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)            # which also restores it
+    if not given:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    ranks = launching._LocalRanks(run_in(tmp_path, run__ranks=3, batch__tokens_per_rank=96), mains.train_and_die)
+    own = launching.Failure(0.0, 1, 1, "distca: rank 1 failed: no such device")
+    for other in (own._replace(rank=0), own._replace(stepped=True), own._replace(text="distca: error: rank 2 is lost"),
+                  own._replace(signal=signal.SIGKILL)):
+        assert [ranks._on_fewer_ranks(one) for one in (own, other)] == ["", ""], other
+    assert ranks._on_fewer_ranks(own) == "" and "run.ranks is 2 and" in ranks._on_fewer_ranks(own)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == left
+    assert (ranks.settings.run.ranks, ranks.settings.batch.tokens_per_rank, ranks.training) == (2, 144, 2)
 
 
 def test_servers_stay_and_serve_the_restarted_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
