@@ -37,8 +37,8 @@ KERNELS = {"hopper": "distca", "before": "distca, the version before", "fa4": "F
 def page(results: Path = RESULTS) -> str:
     """The whole page."""
     parts = (planning, reference, nodes, attention, runtime, training_on_a_gpu, long_document, training, corpora,
-             pipeline, overlap, adapted, links, integrations, transformers_on_a_gpu, stages, simulated, trusted,
-             report_page)
+             pipeline, overlap, adapted, servers, restarts, links, integrations, transformers_on_a_gpu, stages,
+             simulated, trusted, report_page)
     blocks = "\n\n".join([HEAD, *(part(results) for part in parts)]).split("\n\n")
     return "\n\n".join(block if block.startswith(("#", "|")) else wrapped(block) for block in blocks) + "\n"
 
@@ -254,6 +254,34 @@ def adapted(results: Path) -> str:
             f"servers, where shares by speed would take {content['ratio_of_speeds']:.2f}×; the speed learnt is "
             f"{learnt['server_speed'][-1]:.2f}, {_loss(abs(equal['last_loss'] - learnt['last_loss']))} "
             f"({_source('adapt')}, `benchmarks/adapt.py`).")
+
+
+def servers(results: Path) -> str:
+    content = _read(results, "servers")
+    table = [[f"{row['trainers']} + {row['servers']}", f"{row['tokens_per_rank']:,}",
+              f"{1e3 * row['all_to_all_seconds']:.0f} ms", f"{row['ratio']:.2f}", f"{row['cpu_ratio']:.2f}",
+              "" if row["crash_seconds"] is None else f"{1e3 * row['crash_seconds']:.0f} ms"]
+             for row in content["rows"]]
+    return ("## Servers that come and go, restarts\n\nOne attention call, forward and backward, of CPU processes on "
+            f"{_cores(content)}: training ranks and dedicated servers as one group with an all-to-all, and in turn "
+            "with servers over links, whose loss a run survives; ratios are medians over rounds. The last column is by "
+            f"how much the longest call is longer than the median when a server is killed ({_source('servers')}, "
+            "`benchmarks/servers.py`):\n\n"
+            + _table(("trainers + servers", "tokens a rank", "all-to-all", "links over it", "by CPU seconds",
+                      "a killed server adds"), table))
+
+
+def restarts(results: Path) -> str:
+    content = _read(results, "restart")
+    parts = {"ended": "survivors' end", "started": "Python", "imported": "imports", "met": "group",
+             "built": "model, data, plans", "loaded": "checkpoint", "stepped": "first step"}
+    table = [[row["source"], f"{row['state_bytes'] / 1e6:.0f} MB",
+              *(f"{row['seconds_of'][name]:.1f}" for name in parts), f"{row['seconds']:.1f}",
+              f"{row['cpu_seconds']:.1f}"] for row in content["rows"]]
+    return (f"A training rank of `distca train` on {content['ranks']} CPU ranks is killed by SIGKILL, on "
+            f"{_cores(content)}: seconds until the end of the first step after the restart, by part, and the CPU "
+            f"seconds of rank 0 in them ({_source('restart')}, `benchmarks/restart.py`):\n\n"
+            + _table(("from", "state", *parts.values(), "in all", "CPU"), table))
 
 
 def integrations(results: Path) -> str:

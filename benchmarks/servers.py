@@ -7,11 +7,13 @@ training ranks with servers that joined over links. Then a server's process ends
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import os
 import signal
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -33,7 +35,7 @@ from distca.runtime.attention import CoreAttention
 from distca.runtime.call import Phase
 from distca.runtime.liveness import end_process, one_worker_per_group
 from distca.runtime.pool.server import Server
-from distca.runtime.pool.transport import connect_servers
+from distca.runtime.pool.transport import PoolTransport, connect_servers
 from distca.runtime.prepared import Shapes
 from distca.runtime.transport import C10dTransport
 from distca.workload.layout import Layout
@@ -41,6 +43,7 @@ from distca.workload.packing import pack
 
 SECRET = b"of this benchmark alone"
 TIMEOUT = timedelta(seconds=600)
+WARM_UP = 2                      # calls, in which tables are built
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,7 @@ class Case:
     links_seconds: float
     ratio: float                 # median over rounds of links over all-to-all in the same round
     ratio_of_least: float
-    cpu_ratio: float             # CPU seconds of all processes, which a busy host does not change as much
+    cpu_ratio: float             # of a call's CPU seconds in all processes, which a busy host changes less
     crash_seconds: float | None  # the call in which a server was killed, less the median call; None: one has no other
 
 
@@ -104,77 +107,88 @@ def one_process(rank: int, options: argparse.Namespace, store: str, results: Any
     among = dist.new_group(range(trainers), timeout=TIMEOUT)
     plan, wide = plans_of(trainers, servers, options.tokens)
     flat = CoreAttention(transport=C10dTransport())
-    seconds: dict[str, list[float]] = {"all-to-all": [], "links": []}
-    cpu: dict[str, list[float]] = {"all-to-all": [], "links": []}
+    pids: list[Any] = [None] * (trainers + servers)
+    dist.all_gather_object(pids, os.getpid())
+    found: dict[str, list[tuple[float, float]]] = {"all-to-all": [], "links": []}
     for _ in range(options.rounds):
-        began = time.process_time()
         if rank < trainers:
-            seconds["all-to-all"].append(timed(Calls(flat, wide), options.calls))
+            found["all-to-all"].append(timed(Calls(flat, wide), options.calls, among, pids))
+            found["links"].append(over_links(rank, among, plan, options, pids))
         else:
-            serve_in_group(flat, wide, options.calls + 2)
-        cpu["all-to-all"].append(time.process_time() - began)
+            serve_in_group(flat, wide, options.calls + WARM_UP)
+            serve_over_links()
         dist.barrier()
-        began = time.process_time()
-        seconds["links"].append(over_links(rank, among, plan, options))
-        cpu["links"].append(time.process_time() - began)
-        dist.barrier()
-    results.put((rank, cpu))
-    crash = None if servers < 2 else crashed(rank, among, plan, options, median(seconds["links"]))
+    if servers > 1 and rank >= trainers:
+        serve_over_links()
     if rank < trainers:
-        results.put((None, (seconds, crash)))
+        usual = median(seconds for seconds, _ in found["links"])
+        results.put((rank, found, None if servers < 2 else crashed(rank, among, plan, options, pids[-1], usual)))
         dist.barrier(among)
     results.close()
     results.join_thread()                                        # `end_process` waits for no thread
     end_process()
 
 
-def timed(calls: Calls, count: int) -> float:
-    for _ in range(2):
+def cpu_seconds(pids: Sequence[int]) -> float:
+    """CPU seconds of these processes so far, all threads."""
+    threads = (file for pid in pids for file in Path(f"/proc/{pid}/task").glob("*/schedstat"))
+    return sum(int(file.read_text().split()[0]) for file in threads) / 1e9
+
+
+def timed(calls: Calls, count: int, among: Any, pids: Sequence[int]) -> tuple[float, float]:
+    """The median seconds of a call, and the CPU seconds of a call in all processes; the first calls prepare."""
+    for _ in range(WARM_UP):
         calls()
-    return median(calls() for _ in range(count))
-
-
-def over_links(rank: int, among: Any, plan: Plan, options: argparse.Namespace) -> float:
-    """Serve, or return the median seconds of a call."""
-    address: list[Any] = [None]
-    if rank < options.trainers:
-        pool = connect_servers(C10dTransport(among), roles=options.servers, secret=SECRET)
-        address = [pool.address]
-    dist.broadcast_object_list(address, src=0)
-    if rank >= options.trainers:
-        Server(lambda: address[0], SECRET).run()
-        return 0.0
-    assert pool.pool.wait_for_servers(options.servers, 60)
-    found = timed(Calls(CoreAttention(transport=pool), plan), options.calls)
     dist.barrier(among)
+    before = cpu_seconds(pids)
+    seconds = median(calls() for _ in range(count))
+    dist.barrier(among)
+    return seconds, (cpu_seconds(pids) - before) / count
+
+
+def with_servers(rank: int, among: Any, options: argparse.Namespace) -> PoolTransport:
+    """The training ranks' transport, once all servers have joined."""
+    pool = connect_servers(C10dTransport(among), roles=options.servers, secret=SECRET)
+    if rank == 0:
+        dist.distributed_c10d._get_default_store().set("address", json.dumps(pool.address))
+    assert pool.pool.wait_for_servers(options.servers, 60)
+    return pool
+
+
+def serve_over_links() -> None:
+    def address() -> Any:
+        store = dist.distributed_c10d._get_default_store()
+        return tuple(json.loads(store.get("address")))
+
+    Server(address, SECRET, patience_seconds=600).run()
+
+
+def over_links(rank: int, among: Any, plan: Plan, options: argparse.Namespace,
+               pids: Sequence[int]) -> tuple[float, float]:
+    pool = with_servers(rank, among, options)
+    found = timed(Calls(CoreAttention(transport=pool), plan), options.calls, among, pids)
     pool.close()
     return found
 
 
-def crashed(rank: int, among: Any, plan: Plan, options: argparse.Namespace, usual: float) -> float | None:
+def crashed(rank: int, among: Any, plan: Plan, options: argparse.Namespace, victim: int, usual: float) -> float:
     """Kill a server in the middle of calls; return by how much the slowest call was longer than usual."""
-    pids: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(pids, os.getpid())
-    about: list[Any] = [None]
-    if rank < options.trainers:
-        pool = connect_servers(C10dTransport(among), roles=options.servers, secret=SECRET)
-        about = [pool.address]
-    dist.broadcast_object_list(about, src=0)
-    if rank >= options.trainers:
-        Server(lambda: about[0], SECRET).run()
-        return None
-    assert pool.pool.wait_for_servers(options.servers, 60)
+    pool = with_servers(rank, among, options)
     calls = Calls(CoreAttention(transport=pool), plan)
-    timed(calls, 3)
+    for _ in range(WARM_UP):
+        calls()
     dist.barrier(among)
-    if rank == 0:
-        victim = pids[-1]
-        if os.fork() == 0:                                       # kills from outside, while this rank is in a call
-            time.sleep(1.5 * usual)
-            os.kill(victim, signal.SIGKILL)
-            os._exit(0)
-    slowest = max(calls() for _ in range(5))
-    assert pool.pool.take_faults().lost == 1
+    if rank == 0 and os.fork() == 0:                             # kills from outside, while this rank is in a call
+        time.sleep(1.5 * usual)
+        os.kill(victim, signal.SIGKILL)
+        os._exit(0)
+    slowest, lost, deadline = 0.0, 0, time.monotonic() + 60
+    while not lost and time.monotonic() < deadline:
+        slowest = max(slowest, calls())
+        lost_here = torch.tensor(pool.pool.take_faults().lost)
+        dist.all_reduce(lost_here, group=among)                  # all ranks make as many calls
+        lost = int(lost_here)
+    assert lost == options.trainers
     dist.barrier(among)
     pool.close()
     return slowest - usual
@@ -188,26 +202,24 @@ def run_case(options: argparse.Namespace) -> Case:
                      for rank in range(options.trainers + options.servers)]
         for process in processes:
             process.start()
-        got = [results.get(timeout=1800) for _ in range(2 * options.trainers + options.servers)]
+        got = [results.get(timeout=1800) for _ in range(options.trainers)]
         for process in processes:
             process.join()
-    found = [one for rank, one in got if rank is None]
-    cpu = {name: [sum(one[name][at] for rank, one in got if rank is not None) for at in range(options.rounds)]
-           for name in ("all-to-all", "links")}
-    by_round = {name: [max(seconds[name][at] for seconds, _ in found) for at in range(options.rounds)]
-                for name in ("all-to-all", "links")}
-    cpu_ratio = median(b / a for a, b in zip(cpu["all-to-all"], cpu["links"], strict=True))
-    crashes = [crash for _, crash in found if crash is not None]
-    return Case(options.trainers, options.servers, options.tokens, min(by_round["all-to-all"]), min(by_round["links"]),
-                median(b / a for a, b in zip(by_round["all-to-all"], by_round["links"], strict=True)),
-                min(by_round["links"]) / min(by_round["all-to-all"]),
-                cpu_ratio, max(crashes) if crashes else None)
+    way = {name: [[of_rank[name][at] for _, of_rank, _ in sorted(got, key=lambda one: one[0])]
+                  for at in range(options.rounds)] for name in ("all-to-all", "links")}  # [round][rank]
+    slowest = {name: [max(seconds for seconds, _ in ranks) for ranks in rounds] for name, rounds in way.items()}
+    crashes = [crash for _, _, crash in got if crash is not None]
+    return Case(options.trainers, options.servers, options.tokens, min(slowest["all-to-all"]), min(slowest["links"]),
+                median(b / a for a, b in zip(slowest["all-to-all"], slowest["links"], strict=True)),
+                min(slowest["links"]) / min(slowest["all-to-all"]),
+                median(b[0][1] / a[0][1] for a, b in zip(way["all-to-all"], way["links"], strict=True)),
+                max(crashes) if crashes else None)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--calls", type=int, default=10)
+    parser.add_argument("--calls", type=int, default=20)
     parser.add_argument("--cases", default="2+1x512,2+1x2048,2+2x2048", help="trainers+serversxtokens, …")
     parser.add_argument("--output", type=Path, default=RESULTS / "servers.json")
     options = parser.parse_args()

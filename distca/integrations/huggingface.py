@@ -33,7 +33,7 @@ from distca.kernels import kernel_named
 from distca.models import shape_of_config
 from distca.planning.plan import Plan
 from distca.runtime.prepared import Shapes
-from distca.runtime.transport import Transport
+from distca.runtime.transport import Chosen
 from distca.validation import UserError, check_choice
 
 try:
@@ -58,7 +58,7 @@ _LOG = logging.getLogger("distca")
 
 def enable(
     model: torch.nn.Module, group: dist.ProcessGroup | None = None, *, tolerance: float = 0.05, kernel: str = "auto",
-    state: str = "resend", transport: str | Transport = "c10d", cost: LatencyTable | None = None,
+    state: str = "resend", transport: Chosen = "c10d", cost: LatencyTable | None = None,
     evaluation: str = "home",
 ) -> PackedAttention:
     """Balance this model's attention over the ranks of `group`, or refuse the model by name. Call it on every rank.

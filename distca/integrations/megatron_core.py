@@ -25,7 +25,7 @@ import torch.distributed as dist
 from distca.integrations import check_version, not_installed
 from distca.integrations.document_lengths import PackedEdges, RowSlices, whole_documents
 from distca.integrations.packed import PackedAttention, PackedBatch, attach, shared_attention
-from distca.runtime.transport import Transport
+from distca.runtime.transport import Chosen
 from distca.validation import UserError
 
 try:
@@ -129,7 +129,7 @@ class BalancedCoreAttention(MegatronModule):
 
 def enable(
     layer_spec: ModuleSpec, group: dist.ProcessGroup | None = None, *, tolerance: float = 0.05, kernel: str = "auto",
-    state: str = "resend", transport: str | Transport = "c10d",
+    state: str = "resend", transport: Chosen = "c10d",
 ) -> ModuleSpec:
     """Return a copy of a decoder layer's spec with balanced core attention.
 

@@ -30,7 +30,7 @@ from distca.planning.tasks import tasks_at_home
 from distca.runtime.attention import CoreAttention, not_compiled
 from distca.runtime.prepared import PLANS_KEPT, Shapes
 from distca.runtime.recorder import Recorder
-from distca.runtime.transport import LoopbackTransport, LoopbackWorld, Transport
+from distca.runtime.transport import Chosen, LoopbackTransport, LoopbackWorld
 from distca.spec import ModelShape
 from distca.validation import UserError
 from distca.workload.packing import check_tolerance
@@ -69,7 +69,7 @@ class PackedAttention:
 
     def __init__(
         self, group: dist.ProcessGroup | None = None, *, model: ModelShape | None = None, tolerance: float = 0.05,
-        kernel: str = "auto", state: str = "resend", transport: str | Transport = "c10d",
+        kernel: str = "auto", state: str = "resend", transport: Chosen = "c10d",
         cost: LatencyTable | None = None, recorder: Recorder | None = None,
     ) -> None:
         check_tolerance(tolerance)

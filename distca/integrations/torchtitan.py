@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from distca.integrations import check_version, not_installed
 from distca.integrations.document_lengths import PackedEdges, from_positions
 from distca.integrations.packed import PackedAttention, attach, shared_attention
+from distca.runtime.transport import Chosen, Transport
 from distca.validation import UserError
 
 try:
@@ -54,7 +56,8 @@ class BalancedAttention(VarlenAttention):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.window = _window(config.window_size)
-        self.options = {name: getattr(config, name) for name in ("tolerance", "kernel", "state", "transport")}
+        self.options = {name: getattr(config, name) for name in ("tolerance", "kernel", "state")}
+        self.options["transport"] = _transport(config.transport)
         self.pool: PackedAttention | None = None
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
@@ -105,7 +108,10 @@ class BalancedAttention(VarlenAttention):
 
 @override(target=VarlenAttention.Config, description="attention balanced over data-parallel ranks")
 def enable(config: VarlenAttention.Config, **options: Any) -> BalancedAttention.Config:
-    """Balance every varlen attention of the model; `options` are tolerance, kernel, state and transport."""
+    """Balance every varlen attention of the model; `options` are tolerance, kernel, state and transport.
+
+    `transport` may be "module.function" of a function that makes a transport of the pool's process group.
+    """
     _window(config.window_size)
     for module in (decoder, gpt_oss):                            # gpt_oss imports the function by name
         module.create_varlen_metadata_for_document = document_edges
@@ -124,6 +130,18 @@ def document_edges(positions: torch.Tensor, **options: Any) -> VarlenMetadata:
                                   host if options.get("include_host_offsets") else None)
     _POSITIONS[metadata.cu_seq_q] = positions.to("cpu", copy=True)   # the buffer may be refilled
     return metadata
+
+
+def _transport(chosen: str) -> Chosen:
+    """Return the name of a transport, or the function of which this is the dotted name."""
+    if "." not in chosen:
+        return chosen
+    try:
+        made: Callable[[dist.ProcessGroup | None], Transport] = resolve_name(chosen)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"transport is {chosen!r}, which cannot be imported ({error}); name a function, such as "
+                        "my_run.servers, in a module on the Python path") from None
+    return made
 
 
 def _sinks(out_transform: Any) -> torch.Tensor:

@@ -53,6 +53,9 @@ SERIES = {  # fields of steps.jsonl that are drawn, with labels that include the
     "host_seconds": "waiting for the batch, seconds",
     "memory_bytes": "memory, bytes, the most so far",
     "memory_now_bytes": "memory, bytes, between steps",
+    "servers": "dedicated servers",
+    "faults": "servers lost",
+    "fault_seconds": "until what lost servers owed was there, seconds",
     "tolerance": "tolerance chosen",
     "grad_norm": "gradient norm",
     "lr": "learning rate",
@@ -169,11 +172,14 @@ def summary_facts(content: Any) -> tuple[tuple[str, str], ...]:
             raise UserError(f"has no {name}; give a summary.json that a run wrote")
         return _figure(content[name], name)
 
+    lost = () if not isinstance(content, dict) or "faults" not in content else (
+        ("servers lost", f"{figure('faults'):,.0f}, {figure('repeated_tasks'):,.0f} tasks repeated, "
+                         f"{figure('fault_seconds'):.2f} s"),)
     return (
         ("steps", f"{figure('steps'):,.0f}"), ("tokens/s", f"{figure('tokens_per_second'):,.0f}"),
         ("busiest rank's work, × mean", f"{figure('work_before'):.2f} → {figure('work_after'):.2f}"),
         ("waiting for exchanges", f"{figure('exposed_share'):.1%} of the steps"),
-        ("memory", byte_text(figure("memory_bytes"))), ("last loss", f"{figure('final_loss'):.4f}"))
+        ("memory", byte_text(figure("memory_bytes"))), ("last loss", f"{figure('final_loss'):.4f}"), *lost)
 
 
 def _figure(value: Any, field: str) -> float:

@@ -28,7 +28,7 @@ from distca.runtime.call import BackwardCall, Call, ForwardCall
 from distca.runtime.pool.transport import PoolTransport
 from distca.runtime.prepared import PlanCache, Shapes
 from distca.runtime.recorder import Recorder
-from distca.runtime.transport import HierarchicalTransport, Transport, transport_for
+from distca.runtime.transport import Chosen, HierarchicalTransport, transport_for
 from distca.validation import UserError, check_choice
 from distca.workload.topology import Topology
 
@@ -60,12 +60,13 @@ class CoreAttention:
 
     `state="resend"` sends q, k and v again for backward, so servers store nothing between calls; "keep" saves that
     traffic and costs memory on the servers. `kernel` is "auto" or a kernel's name; `transport` is "c10d", "flat",
-    "symmetric", "auto" or a Transport object. A `recorder` records waits and computation.
+    "symmetric", "auto", a Transport object or a function that makes one of the group. A `recorder` records waits and
+    computation.
     """
 
     def __init__(
         self, group: dist.ProcessGroup | None = None, *, kernel: str = "auto", state: str = "resend",
-        transport: str | Transport = "c10d", recorder: Recorder | None = None,
+        transport: Chosen = "c10d", recorder: Recorder | None = None,
     ) -> None:
         check_choice("state", state, STATES)
         self.transport = transport_for(transport, group)

@@ -51,7 +51,7 @@ class Observer:
         self.restart_facts: dict[str, Any] = {}
         self.trackers = run_log.trackers_for(settings, self.folder)
         live = self.console.is_terminal and not self.console.is_dumb_terminal
-        self.display = (_LiveDisplay if live else _Lines)(settings, world, self.console)
+        self.display = (_LiveDisplay if live else _Lines)(settings, world, self.console, self.tally)
 
     def step(self, record: run_log.StepRecord) -> None:
         if not self.active:
@@ -129,15 +129,15 @@ class Observer:
 
 
 class _Lines:
-    """Prints a line every `log.every` steps, after an evaluation and after the last step."""
+    """Prints a line every `log.every` steps, after a fault or an evaluation, and after the last step."""
 
-    def __init__(self, settings: Settings, world: int, console: Console) -> None:
+    def __init__(self, settings: Settings, world: int, console: Console, tally: run_log.Tally) -> None:
         self.settings, self.console, self.start = settings, console, perf_counter()
         console.print(title(settings, world), markup=False, soft_wrap=True)
 
     def show(self, record: run_log.StepRecord) -> None:
         every, steps = self.settings.log.every, self.settings.run.steps
-        if record.step % every == 0 or record.eval_loss is not None or record.step == steps:
+        if record.step % every == 0 or record.faults or record.eval_loss is not None or record.step == steps:
             self.console.print(plain_line(record, steps), markup=False, soft_wrap=True)
 
     def remember(self, record: run_log.StepRecord) -> None: ...
@@ -148,7 +148,8 @@ class _Lines:
 class _LiveDisplay:
     """Redraws a panel in place, also during a slow step."""
 
-    def __init__(self, settings: Settings, world: int, console: Console) -> None:
+    def __init__(self, settings: Settings, world: int, console: Console, tally: run_log.Tally) -> None:
+        self.tally = tally
         self.steps, self.title, self.data = settings.run.steps, title(settings, world), settings.data
         self.recent: deque[run_log.StepRecord] = deque(maxlen=NUM_RECENT)
         self.evaluated: run_log.StepRecord | None = None
@@ -184,6 +185,8 @@ class _LiveDisplay:
             ("attention work", f"{record.work_before:.2f} → {record.work_after:.2f} × the mean on the busiest rank"),
             *([("pipeline", bubbles(record.bubble_share, record.served_in_bubbles))] if record.bubble_share else []),
             *([("servers", server_speeds(record.server_speed))] if record.server_speed else []),
+            *([("dedicated", f"{record.servers} serve")] if record.servers is not None else []),
+            *([("lost", faults_text(whole))] if (whole := self.tally.summary()) and whole.faults else []),
             ("moved", f"{size(record.bytes_per_layer)} a layer"),
             ("exposed", f"{_share(record.exposed_seconds, record.seconds)} of the step in exchanges, "
                         f"{_share(record.host_seconds, record.seconds)} for the batch"),
@@ -202,10 +205,11 @@ class _LiveDisplay:
 def plain_line(record: run_log.StepRecord, steps: int) -> str:
     served = f"bubbles {100 * record.bubble_share:.0f} %  " if record.bubble_share else ""
     held_out = f"held out {record.eval_loss:.4f}  " if record.eval_loss is not None else ""
+    lost = f"lost: {faults_text(record)}  " if record.faults else ""
     speeds = f"speeds {min(record.server_speed):.2f}–{max(record.server_speed):.2f}  " if record.server_speed else ""
     return (f"step {record.step:>{len(str(steps))}}/{steps}  loss {record.loss:.4f}  {held_out}lr {record.lr:.2e}  "
             f"norm {record.grad_norm:.2f}  {record.tokens_per_second:,.0f} tokens/s{used(record.mfu)}  "
-            f"work {record.work_before:.2f}→{record.work_after:.2f}  {served}{speeds}"
+            f"work {record.work_before:.2f}→{record.work_after:.2f}  {served}{speeds}{lost}"
             f"{size(record.bytes_per_layer)}/layer  attention {_share(record.attention_seconds, record.seconds)}  "
             f"linear {_share(record.linear_seconds, record.seconds)}  "
             f"exposed {_share(record.exposed_seconds, record.seconds)}  memory {memory_text(record)}")
@@ -226,6 +230,7 @@ def summary_lines(
         *([("held out", f"{summary.eval_loss:.4f} at the last evaluation")] if summary.eval_loss is not None else []),
         *([("epochs", epochs_text(summary.epochs, settings.data))] if summary.epochs else []),
         *([("restarts", restarts_text(summary))] if summary.restarts else []),
+        *([("lost", faults_text(summary))] if summary.faults else []),
         ("speed", f"{summary.tokens_per_second:,.0f} tokens/s{used(summary.mfu)}"),
         ("computing", f"{100 * summary.attention_share:.1f} % of the steps in attention, "
                       f"{100 * summary.linear_share:.1f} % in linear layers"),
@@ -277,6 +282,11 @@ def epochs_text(epochs: Sequence[float], data: Data) -> str:
 def restarts_text(one: run_log.StepRecord | run_log.RunSummary) -> str:
     return (f"{one.restarts}, which took {clock(one.restart_seconds or 0.0)} between steps and repeated "
             f"{one.repeated_steps} steps")
+
+
+def faults_text(one: run_log.StepRecord | run_log.RunSummary) -> str:
+    return (f"{one.faults} server{'s' * (one.faults != 1)}, {one.repeated_tasks} tasks repeated, "
+            f"{one.fault_seconds:.2f} s")
 
 
 def used(mfu: float | None) -> str:

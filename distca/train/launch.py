@@ -5,9 +5,11 @@ asks local ranks to save and stop; a second Ctrl-C kills them. If a rank fails, 
 errors and are then killed. The run reports the first failure; a rank that a signal killed counts as first, because the
 errors of other ranks follow from its loss.
 
-With `run.restarts` local ranks are then all started again: their process group is lost with any of them. The process
-that takes a lost one's place has its rank and its device, so the mesh stays. The ranks learn of the restart as from
-torchrun, whose agent restarts the ranks of clusters and may give them another number.
+With `run.restarts` the ranks that train are then all started again: their process group is lost with any of them. The
+process that takes a lost one's place has its rank and its device, so the mesh stays. The ranks learn of the restart as
+from torchrun, whose agent restarts the ranks of clusters and may give them another number. Ranks that only serve stay:
+they look for the restarted ones in the store, which is one for the whole run. If the same rank fails in two starts in a
+row before its first step, its device counts as gone, and the run goes on with the same batch on fewer data ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -31,7 +33,7 @@ from secrets import token_hex
 from typing import Any, NamedTuple, NoReturn, cast
 
 from distca.train.display import title
-from distca.train.settings import Settings, num_roles, num_training
+from distca.train.settings import Settings, num_roles, num_training, on_fewer_ranks
 from distca.train.settings.checks import check_settings
 from distca.train.settings.preflight import MemoryKills, check_machine, threads_for
 from distca.validation import MAX_LOCAL_RANKS, UserError, check_whole, plain
@@ -71,6 +73,7 @@ class Failure(NamedTuple):
     text: str
     signal: int | None = None  # the signal that killed the rank; None for SIGABRT and SIGTERM
     final: bool = False  # a refusal or a full disk, for example, which a restart would meet again
+    stepped: bool = False  # whether the rank had taken a step since its start
 
 
 def launch(settings: Settings, main: Main) -> int:
@@ -225,25 +228,24 @@ class _LocalRanks:
         self.settings, self.main = settings, main
         self.stop_signals: list[int] = []
         self.restarts = 0
+        self.stuck: int | None = None                        # that failed in the last start, before any step
         self.training = num_training(settings, settings.run.ranks)  # ranks after these only serve: a run survives them
-        self._begin()
-
-    def _begin(self) -> None:
-        """Forget the ranks of the last start."""
-        self.processes: list[Any] = []
-        self.reports: list[Connection] = []
-        self.ended: dict[int, float] = {}  # rank -> time.time() of its end
-        self.memory_kills = MemoryKills.of(Path("/"))
+        self.processes: dict[int, Any] = {}                      # by rank
+        self.reports: dict[int, Connection] = {}
+        self.ended: dict[int, float] = {}                        # rank -> time.time() of its end
+        self.memory_kills = MemoryKills.of(Path("/"))            # before the ranks were started last
 
     def run(self) -> int:
         if num_roles(self.settings):
             os.environ.setdefault(SECRET, token_hex(32))         # the ranks inherit it
         before = self._handle_signals()
+        store = _loopback_store(self.settings.run.timeout_seconds)
         try:
-            while (code := self._run_once()) is None:
+            while (code := self._run_once(store.port)) is None:
                 self.restarts += 1
             return code
         finally:
+            self._kill(self.processes)
             for number, handler in before.items():
                 signal.signal(number, handler)
             if self.settings.checkpoint.neighbour_every:
@@ -251,18 +253,16 @@ class _LocalRanks:
 
                 forget(Path(self.settings.checkpoint.folder))
 
-    def _run_once(self) -> int | None:
-        """Start all ranks and wait for their end; return the exit code, or None if they are to be started again."""
-        self._begin()
-        store = _loopback_store(self.settings.run.timeout_seconds)
-        try:
-            for rank in range(self.settings.run.ranks):
-                self._start(rank, store.port)
-            late = [rank for rank in self._watch() if rank < self.training]
-        finally:
-            self._kill()
-        return self._code([self._failure(rank) for rank, process in enumerate(self.processes[:self.training])
-                           if process.exitcode and rank not in late], late)
+    def _run_once(self, port: int) -> int | None:
+        """Start ranks and wait for their end; return the exit code, or None if they are to be started again."""
+        self.memory_kills = MemoryKills.of(Path("/"))
+        for rank in range(self.settings.run.ranks):
+            if rank not in self.processes or rank in self.ended:  # servers may still run
+                self._start(rank, port)
+        self._watch()
+        late = self._kill(range(self.training))
+        return self._code([self._failure(rank) for rank in range(self.training)
+                           if self.processes[rank].exitcode and rank not in late], late)
 
     def _start(self, rank: int, port: int) -> None:
         world = self.settings.run.ranks
@@ -272,32 +272,32 @@ class _LocalRanks:
             self.settings, self.main, RankEnv(rank, world, rank, world, "127.0.0.1", port), self.restarts, reporter))
         process.start()
         reporter.close()
-        self.processes.append(process)
-        self.reports.append(report)
+        self.processes[rank], self.reports[rank] = process, report
+        self.ended.pop(rank, None)
 
-    def _watch(self) -> list[int]:
-        """Wait for all ranks; a failure or a stop signal sets a deadline. Return the ranks that missed the deadline."""
+    def _watch(self) -> None:
+        """Wait for all ranks, or after a failure for those that train; that and a stop signal set a deadline."""
         forwarded, deadline = 0, float("inf")
         while time.monotonic() < deadline:
-            failed = any(process.exitcode for process in self.processes[:self.training])
-            for rank, process in enumerate(self.processes):
+            for rank, process in self.processes.items():
                 if process.exitcode is not None and rank not in self.ended:
                     self.ended[rank] = time.time()
                     if process.exitcode and rank >= self.training:
                         print(self._failure(rank).text, file=sys.stderr, flush=True)
-            if len(self.ended) == len(self.processes):
-                break
-            if failed or all(process.exitcode is not None for process in self.processes[:self.training]):
+            trained = all(rank in self.ended for rank in range(self.training))
+            failed = any(self.processes[rank].exitcode for rank in self.ended if rank < self.training)
+            if trained and (failed or len(self.ended) == len(self.processes)):
+                return
+            if failed or trained:
                 deadline = min(deadline, time.monotonic() + FAILURE_GRACE_SECONDS)
             if len(self.stop_signals) > forwarded:
                 kill_now = self.stop_signals.count(signal.SIGINT) > 1
                 patience = self.settings.run.timeout_seconds + STOP_MARGIN_SECONDS  # ranks find a stuck peer earlier
                 deadline = min(deadline, time.monotonic() + (0 if kill_now else patience))
                 forwarded = len(self.stop_signals)
-                for process in self.processes[:self.training]:   # they release the servers
-                    process.terminate()
-            wait([process.sentinel for process in self.processes if process.exitcode is None], timeout=POLL_SECONDS)
-        return self._kill()
+                for rank in range(self.training):                # they release the servers
+                    self.processes[rank].terminate()
+            wait([process.sentinel for process in self.processes.values() if process.exitcode is None], POLL_SECONDS)
 
     def _code(self, failures: list[Failure], late: list[int]) -> int | None:
         if self.stop_signals:  # ranks that had not yet set a handler were ended by SIGTERM
@@ -306,8 +306,9 @@ class _LocalRanks:
             first = min(failures, key=lambda failure: (failure.signal is None, failure.when))
             most = 0 if self.stop_signals or first.final else self.settings.run.restarts
             again = self.restarts < most
-            then = f"; restart {self.restarts + 1} of {most} (run.restarts), from the newest checkpoint" if again else (
-                f"; run.restarts is {most} and all have been used" if most else "")
+            then = (f"; restart {self.restarts + 1} of {most} (run.restarts), from the newest checkpoint"
+                    f"{self._on_fewer_ranks(first)}" if again else
+                    f"; run.restarts is {most} and all have been used" if most else "")
             print(first.text + then, file=sys.stderr, flush=True)
             return None if again else first.code
         if not self.stop_signals:
@@ -315,14 +316,39 @@ class _LocalRanks:
         if late:
             print(f"distca: rank {late[0]} did not stop in time and was ended", file=sys.stderr, flush=True)
         saved = self.stop_signals[0] == signal.SIGTERM and not any(
-            process.exitcode for process in self.processes[:self.training])
+            self.processes[rank].exitcode for rank in range(self.training))
         return 0 if saved else 128 + self.stop_signals[0]
 
+    def _on_fewer_ranks(self, first: Failure) -> str:
+        """Leave out the device of a rank that failed in two starts in a row before any step; return what to say of it.
+
+        Neither SIGKILL, which comes from outside, counts, nor what a rank says of another one.
+        """
+        lost = first.rank
+        fails = first.text.startswith(f"distca: rank {lost} ") and first.signal != signal.SIGKILL and not first.stepped
+        before, self.stuck = self.stuck, lost if fails else None
+        fewer = on_fewer_ranks(self.settings) if fails and before == lost else None
+        if fewer is None:
+            return ""
+        import torch
+
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+        if len(seen) >= self.settings.run.ranks:                 # a GPU each
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(seen[:lost] + seen[lost + 1:])
+        self._kill(self.processes)                               # servers too: their ranks move up
+        self.processes, self.ended, self.stuck = {}, {}, None
+        self.settings, self.training = fewer, num_training(fewer, fewer.run.ranks)
+        return (f", with the same batch on fewer ranks, because rank {lost} failed twice before a step: run.ranks is "
+                f"{fewer.run.ranks} and batch.tokens_per_rank {fewer.batch.tokens_per_rank}")
+
     def _failure(self, rank: int) -> Failure:
-        report, code, when = self.reports[rank], self.processes[rank].exitcode, self.ended[rank]
+        report, code, when, stepped = self.reports[rank], self.processes[rank].exitcode, self.ended[rank], False
         try:
-            if report.poll():
-                return cast(Failure, report.recv())
+            while report.poll():
+                told = cast(Failure | None, report.recv())
+                if told is not None:
+                    return told._replace(stepped=stepped)
+                stepped = True
         except EOFError:
             pass
         if code < 0:
@@ -331,16 +357,16 @@ class _LocalRanks:
                 text += (f": memory ran out, by the kernel's count ({self.memory_kills.file}); use fewer tokens per "
                          "rank, more ranks, or a machine with more memory")
             cause = None if -code in (signal.SIGABRT, signal.SIGTERM) else -code
-            return Failure(when, rank, 128 - code, text, cause)
-        return Failure(when, rank, code, f"distca: rank {rank} ended with exit code {code}")
+            return Failure(when, rank, 128 - code, text, cause, stepped=stepped)
+        return Failure(when, rank, code, f"distca: rank {rank} ended with exit code {code}", stepped=stepped)
 
-    def _kill(self) -> list[int]:
-        """Kill the ranks that still run and return them."""
-        running = [rank for rank, process in enumerate(self.processes) if process.exitcode is None]
+    def _kill(self, ranks: Iterable[int]) -> list[int]:
+        """Kill those of these ranks that still run and return them."""
+        running = [rank for rank in ranks if self.processes[rank].exitcode is None]
         for rank in running:
             self.processes[rank].kill()
-        for rank, process in enumerate(self.processes):
-            process.join()
+        for rank in ranks:
+            self.processes[rank].join()
             self.ended.setdefault(rank, time.time())
         return running
 
@@ -391,6 +417,12 @@ class _Report:
 
     launcher: Connection | None = None
     lock = threading.Lock()
+
+
+def report_step() -> None:
+    """Tell the launcher, if it is ours, that this rank has taken its first step since its start."""
+    if _Report.launcher is not None:
+        _Report.launcher.send(None)
 
 
 def end_rank(text: str, code: int = 1, final: bool = False) -> NoReturn:

@@ -33,7 +33,7 @@ from distca.validation import UserError, open_own, to_install, write_own
 
 RECENT = 30  # steps in the mean loss of a summary
 SUMMED = ("tokens", "seconds", "exposed_seconds", "host_seconds", "work_before", "work_after", "bytes_per_layer",
-          "served_in_bubbles", "attention_seconds", "linear_seconds")
+          "served_in_bubbles", "attention_seconds", "linear_seconds", "faults", "repeated_tasks", "fault_seconds")
 LOGGED = ("loss", "lr", "grad_norm", "tokens_per_second", "seconds", "work_before", "work_after", "bytes_per_layer",
           "exposed_seconds", "host_seconds", "memory_bytes", "plan_seconds", "bubble_share", "served_in_bubbles",
           "attention_seconds", "attention_seconds_max", "linear_seconds", "mfu", "eval_loss", "tolerance",
@@ -109,6 +109,9 @@ class RunSummary:
     restarts: int | None = None  # as in StepRecord
     restart_seconds: float | None = None
     repeated_steps: int | None = None
+    faults: int | None = None  # as in StepRecord, over all steps; None if there were none
+    repeated_tasks: int | None = None
+    fault_seconds: float | None = None
 
     @property
     def work_gain(self) -> float:
@@ -135,7 +138,7 @@ class Tally:
         self.steps += 1
         self.memory_bytes = max(self.memory_bytes, record.memory_bytes)
         for name in SUMMED:
-            self.sums[name] += getattr(record, name)
+            self.sums[name] += getattr(record, name) or 0
         self.used_seconds += (record.mfu or 0.0) * record.seconds
 
     def summary(self) -> RunSummary | None:
@@ -147,12 +150,14 @@ class Tally:
             "work_before", "work_after", "bytes_per_layer", "served_in_bubbles")}
         shares = {f"{name}_share": sums[f"{name}_seconds"] / seconds for name in (
             "exposed", "host", "attention", "linear")}
+        faults: dict[str, Any] = {name: sums[name] if sums["faults"] else None for name in (
+            "faults", "repeated_tasks", "fault_seconds")}
         return RunSummary(
             steps=self.steps, last_step=self.last.step, tokens=sums["tokens"], seconds=sums["seconds"],
             first_loss=self.first.loss, final_loss=self.last.loss, recent_loss=sum(self.recent) / len(self.recent),
             tokens_per_second=sums["tokens"] / seconds, memory_bytes=self.memory_bytes,
             bubble_share=self.last.bubble_share, eval_loss=self.eval_loss, epochs=self.last.epochs,
-            mfu=None if self.last.mfu is None else self.used_seconds / seconds, **means, **shares)
+            mfu=None if self.last.mfu is None else self.used_seconds / seconds, **means, **shares, **faults)
 
 
 def as_json(record: StepRecord | RunSummary) -> dict[str, float | list[float] | None]:

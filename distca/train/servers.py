@@ -12,11 +12,13 @@ import logging
 import os
 import platform
 import signal
+import socket
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,7 +28,7 @@ from distca.runtime.pool.protocol import View
 from distca.runtime.pool.server import Server
 from distca.runtime.transport.links import Address
 from distca.train.groups import gather_json
-from distca.train.launch import SECRET
+from distca.train.launch import SECRET, restarts
 from distca.train.settings import Settings, num_roles
 from distca.validation import UserError, read_text
 
@@ -34,7 +36,7 @@ SECRET_FILE = "secret"             # in the run's folder, readable by its owner 
 MEMBERS_FILE = "members.json"
 LEAST_SECRET = 16                  # characters
 WAIT_FOR_SERVERS_SECONDS = 120.0
-STORE_KEY = "distca/join"
+STORE_KEY = "distca/join/{}"        # the number of restarts before
 LOG = logging.getLogger("distca")
 
 
@@ -56,18 +58,20 @@ def read_secret(path: Path) -> bytes:
 
 
 def open_pool(
-    settings: Settings, device: torch.device, secret: bytes, publish: Callable[[Address], None]
+    settings: Settings, device: torch.device, secret: bytes, publish: Callable[[Address], None], port: int = 0
 ) -> ServerPool | None:
     """Connect the training ranks with each other, and wait for the run's own servers; None if plans have no roles.
 
-    `publish` tells servers where rank 0 listens. A collective call of the training ranks.
+    `publish` tells servers where rank 0 listens: at `port`, unless attention.listen names another. A collective call
+    of the training ranks.
     """
     if not num_roles(settings):
         return None
     tensor, timeout = settings.parallel.tensor, settings.run.timeout_seconds
     shape = PoolShape(dist.get_world_size(), tensor, num_roles(settings) // tensor)
-    pool = ServerPool(shape, dist.get_rank(), secret, listen=listens_at(settings.attention.listen, os.environ),
-                      device=device, kernel=settings.attention.kernel, patience_seconds=settings.attention.patience,
+    rank, (host, named) = dist.get_rank(), listens_at(settings.attention.listen, os.environ)
+    pool = ServerPool(shape, rank, secret, listen=(host, named or (0 if rank else port)), device=device,
+                      kernel=settings.attention.kernel, patience_seconds=settings.attention.patience,
                       links=settings.attention.links)
     pool.meet([Peer(*one) for one in gather_json(pool.peer)], timeout)
     if pool.rank == 0:
@@ -109,16 +113,38 @@ def _store() -> dist.Store:
                          wait_for_workers=False, timeout=timedelta(seconds=20))
 
 
+def _published(counts: Iterable[int]) -> Address | None:
+    """Return where rank 0 listens, or did, after the first of these numbers of restarts for which it has said so."""
+    store = _store()
+    key = next((key for key in map(STORE_KEY.format, counts) if store.check([key])), None)
+    return None if key is None else cast(Address, tuple(json.loads(store.get(key))))
+
+
 def publish_in_store(address: Address) -> None:
-    _store().set(STORE_KEY, json.dumps(address))
+    _store().set(STORE_KEY.format(restarts(os.environ)[0]), json.dumps(address))
 
 
 def find_in_store() -> Address:
+    """Return where rank 0 listens since the latest restart, which a server on the launcher's host outlives."""
+    own, most = restarts(os.environ)
     try:
-        host, port = json.loads(_store().get(STORE_KEY))
-    except (RuntimeError, ValueError) as error:                  # the store's errors are RuntimeErrors
-        raise ConnectionError(f"rank 0 has not said where it listens ({str(error).splitlines()[0]})") from None
-    return str(host), int(port)
+        found = _published(range(max(own, most), own - 1, -1))
+    except RuntimeError as error:                                # the store's
+        raise ConnectionError(f"the launcher's store does not answer ({str(error).splitlines()[0]})") from None
+    if found is None:
+        raise ConnectionError("rank 0 has not said where it listens")
+    return found
+
+
+def port_before_restart() -> int:
+    """Return the port at which rank 0 listened before the latest restart, by which servers know it; 0: none is free."""
+    count, _ = restarts(os.environ)
+    before = _published(range(count - 1, -1, -1)) if count else None
+    with suppress(OSError):
+        if before is not None:
+            socket.create_server(before).close()
+            return before[1]
+    return 0
 
 
 class MembersFile:

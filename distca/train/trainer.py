@@ -59,6 +59,7 @@ from distca.train.servers import (
     MembersFile,
     find_in_store,
     open_pool,
+    port_before_restart,
     publish_in_store,
     secret_in,
     serve,
@@ -88,7 +89,8 @@ def run(settings: Settings) -> int:
         if env.local_rank == 0 and settings.data.is_cached:
             open_corpora(settings, verify=True)                  # tokenizes; the other ranks then find the cache
         ranks.meet()
-        trainer = Trainer(settings, device, open_pool(settings, device, secret, publish_in_store))
+        port = port_before_restart() if env.rank == 0 and num_roles(settings) else 0
+        trainer = Trainer(settings, device, open_pool(settings, device, secret, publish_in_store, port))
         trainer.train()
         finished = trainer.step >= settings.run.steps
     except RuntimeError as error:
@@ -206,10 +208,12 @@ class Trainer:
         if self.rank == 0:
             self.members = MembersFile(Path(self.settings.log.folder), people, self.servers)
             write_about(self.settings, self.world, self.batches.loader.model, self.device)
-        saved = self.settings.checkpoint
+        saved, first = self.settings.checkpoint, self.step + 1
         try:
             while self.step < self.settings.run.steps and not self.agreed_to_stop():
                 record = self.one_step()
+                if self.step == first:
+                    launch.report_step()
                 if self.evaluation is not None and self.evaluation.is_due(self.step):
                     record = replace(record, eval_loss=self.evaluation.loss(self.forward_only, self.pool))
                 observer.step(record)

@@ -56,6 +56,17 @@ def test_a_summary_of_an_earlier_start_is_left_out(tmp_path: Path) -> None:
     assert read_folder(folder_with(tmp_path, RECORDS, summary__json=summary | {"last_step": 2})).summary != {}
 
 
+def test_lost_servers_have_a_curve_and_a_fact(tmp_path: Path) -> None:
+    assert "servers lost" not in dict(read_folder(folder_with(tmp_path, RECORDS)).facts)
+    summary = {"last_step": 2, "steps": 2, "tokens_per_second": 1, "work_before": 1, "work_after": 1,
+               "exposed_share": 0, "memory_bytes": 1, "final_loss": 1, "faults": 3, "repeated_tasks": 12,
+               "fault_seconds": 0.75}
+    found = read_folder(folder_with(tmp_path, [one | {"servers": 2, "faults": at, "fault_seconds": 0.5 * at}
+                                               for at, one in enumerate(RECORDS)], summary__json=summary))
+    assert dict(found.facts)["servers lost"] == "3, 12 tasks repeated, 0.75 s"
+    assert found.curve("servers lost").tolist() == [0, 1] and found.curve("dedicated servers").tolist() == [2, 2]
+
+
 def test_settings_and_facts_come_from_their_files(tmp_path: Path) -> None:
     one = read_folder(folder_with(tmp_path, RECORDS, run__json={"model": "tiny"},
                                   settings__toml="[run]\nsteps = 9\nranks = 2\n"))

@@ -17,6 +17,7 @@ import torch
 
 from distca.runtime.pool.home import PoolShape, ServerPool
 from distca.runtime.pool.server import Server
+from distca.runtime.pool.transport import PoolTransport
 from distca.validation import to_install
 
 SECRET = b"of pools in tests only"
@@ -46,6 +47,15 @@ def write_address(path: Path, address: Any) -> None:
 def read_address(path: Path) -> Any:
     host, port = json.loads(path.read_text())                    # an OSError until there is one: servers try again
     return host, port
+
+
+POOL: list[PoolTransport] = []                                   # the one of this process, for `pool_of`
+
+
+def pool_of(group: Any) -> PoolTransport:
+    """What a trainer is given to find its pool with, by its name or as a function."""
+    assert POOL[-1].inner.size == torch.distributed.get_world_size(group)
+    return POOL[-1]
 
 
 @contextmanager

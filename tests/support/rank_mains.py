@@ -261,3 +261,27 @@ def train_and_die(settings: Settings) -> int:
         setattr(place, name, fatal)
         vars(trainer)["Trainer"].one_step = counted
     return trainer.run(settings)
+
+
+def train_and_note_servers(settings: Settings) -> int:
+    """As `train_and_die`; rank 0 notes which processes serve when each start of the run begins to train."""
+    from distca.train import trainer
+
+    class Noting(trainer.Trainer):
+        def train(self) -> None:
+            if self.rank == 0:
+                assert self.servers is not None
+                note = launch.restarts(os.environ)[0], [one.pid for one in self.servers.view.members]
+                with open(Path(settings.log.folder).parent / "servers.jsonl", "a", encoding="utf-8") as notes:
+                    notes.write(json.dumps(note) + "\n")
+            super().train()
+
+    vars(trainer)["Trainer"] = Noting
+    return train_and_die(settings)
+
+
+def train_without_the_device(settings: Settings) -> int:
+    """As `train_and_die`, but after the first start there is no device for rank 1."""
+    if launch.restarts(os.environ)[0] and launch.this_rank().rank == 1:
+        raise RuntimeError("CUDA error: no such device")
+    return train_and_die(settings)

@@ -117,6 +117,29 @@ def test_the_summary_says_how_the_run_ended(settings: Settings, records: int, st
     assert words in _text(console) and (summary is None) is (records == 0)
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_faults_are_counted_where_people_look(settings: Settings, terminal: bool) -> None:
+    """A line per step that lost some, whatever log.every says; the panel and the summary add them up."""
+    lost: list[dict[str, Any]] = [{"faults": count, "repeated_tasks": 4 * count, "fault_seconds": 0.25 * count}
+                                  for count in (1, 0, 2)]
+    console = _console(terminal)
+    summary = _observed(settings.with_values({"log.every": 100}),
+                        [replace(RECORD, step=at, servers=3 - at, **one) for at, one in enumerate(lost, 1)], console)
+    assert summary is not None
+    assert (summary.faults, summary.repeated_tasks, summary.fault_seconds) == (3, 12, 0.75)
+    *shown, ended = _text(console).split("Ended early after step 3 of 4")
+    assert "3 servers, 12 tasks repeated, 0.75 s" in ended
+    if terminal:
+        assert "0 serve" in shown[0] and "3 servers, 12 tasks repeated, 0.75 s" in shown[0]
+    else:
+        lines = [line for line in shown[0].splitlines() if line.startswith("step")]
+        assert [line.split()[1] for line in lines] == ["1/4", "3/4"]
+        assert "lost: 1 server, 4 tasks repeated, 0.25 s  " in lines[0] and "lost: 2 servers, 8 tasks" in lines[1]
+    console = _console(terminal)
+    _observed(settings.with_values({"log.folder": f"{settings.log.folder}-calm"}), _four(), console)
+    assert "tasks repeated" not in _text(console) and " serve" not in _text(console)
+
+
 def test_balance_that_gained_nothing_is_not_praised(settings: Settings) -> None:
     console = _console()
     _observed(settings, [replace(RECORD, work_before=1.5, work_after=1.5)], console)

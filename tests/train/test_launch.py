@@ -153,12 +153,13 @@ def test_a_signal_comes_before_what_others_saw_of_it(settings: Settings, monkeyp
                                                      capsys: pytest.CaptureFixture[str]) -> None:
     """The launcher may see the death after another rank has reported the exchange that it cut."""
     ranks = launching._LocalRanks(settings, mains.meet)
-    ended: list[Any] = [type("Ended", (), {"exitcode": code}) for code in (1, -signal.SIGKILL, -signal.SIGABRT)]
-    ranks.processes = ended
+    ranks.processes = {rank: type("Ended", (), {"exitcode": code})
+                       for rank, code in enumerate((1, -signal.SIGKILL, -signal.SIGABRT))}
     ranks.ended = {0: 10.0, 1: 10.4, 2: 10.2}
     told = launching.Failure(10.0, 0, 1, "distca: rank 0 failed: an exchange did not complete")
     silent: Any = type("Silent", (), {"poll": staticmethod(lambda: False)})
-    ranks.reports = [type("Told", (), {"poll": lambda _: True, "recv": lambda _: told})(), silent, silent]
+    teller: Any = type("Told", (), {"poll": lambda _: True, "recv": lambda _: told})()
+    ranks.reports = {0: teller, 1: silent, 2: silent}
     for kills, words in ((False, "SIGKILL\n"), (True, "SIGKILL: memory ran out, by the kernel's count")):
         monkeypatch.setattr(MemoryKills, "risen", partialmethod(lambda _, risen: risen, kills))
         assert ranks._code([ranks._failure(rank) for rank in range(3)], []) == 128 + signal.SIGKILL

@@ -19,11 +19,12 @@ import pytest
 import torch
 
 import distca
+from distca.train import launch as launching
 from distca.train.checkpoint import neighbour
 from distca.train.checkpoint.files import Reader
 from distca.train.checkpoint.folder import read_manifest
 from distca.train.launch import launch
-from distca.train.settings import Settings
+from distca.train.settings import Settings, on_fewer_ranks
 from tests.support import rank_mains as mains
 
 STEPS = 10
@@ -215,3 +216,62 @@ def test_no_restart_after_a_refusal_or_a_stop_signal(tmp_path: Path, capfd: pyte
         threading.Thread(target=ask, daemon=True).start()
     assert launch(settings, getattr(mains, main)) == code
     assert "restart" not in capfd.readouterr().err
+
+
+def test_a_rank_that_cannot_start_again_is_left_out(whole: Path, tmp_path: Path,
+                                                    capfd: pytest.CaptureFixture[str]) -> None:
+    """The same batch on the rank that is left; sums of float32 come in another order."""
+    settings = run_in(tmp_path)
+    (tmp_path / "deaths.json").write_text(json.dumps([(1, "backward", 4)]))
+    assert launch(settings, mains.train_without_the_device) == 0
+    error = capfd.readouterr().err
+    assert error.count("the same batch on fewer ranks, because rank 1 failed twice before a step: run.ranks is 1 and "
+                       "batch.tokens_per_rank 256") == 1 and "restart 3 of 3" in error, error
+    assert losses(tmp_path) == pytest.approx(losses(whole), rel=1e-3)
+    assert [record["tokens"] for record in logged(tmp_path)] == [256] * STEPS
+
+
+@pytest.mark.parametrize(("ranks", "dedicated", "tensor", "tokens", "fewer"), [
+    (8, 0, 1, 4096, (4, 8192)), (3, 1, 1, 100, (2, 200)), (6, 0, 2, 64, (4, 96)), (4, 0, 1, 3, (3, 4)),
+    (2, 0, 2, 64, None), (1, 0, 1, 64, None)])
+def test_the_same_batch_on_fewer_ranks(ranks: int, dedicated: int, tensor: int, tokens: int,
+                                       fewer: tuple[int, int] | None) -> None:
+    """7 do not share 32,768 tokens, 4 do; 2 × 96 = 3 × 64; odd tokens could not be cut into ping and pong."""
+    found = on_fewer_ranks(Settings().with_values({"run.ranks": ranks, "attention.dedicated": dedicated,
+                                                   "parallel.tensor": tensor, "batch.tokens_per_rank": tokens}))
+    assert (found and (found.run.ranks, found.batch.tokens_per_rank)) == fewer
+
+
+@pytest.mark.parametrize(("given", "left"), [("", "0,2"), ("4,5,6", "4,6"), ("4,5", "4,5")])
+def test_which_failures_leave_a_device_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str,
+                                           left: str) -> None:
+    """Its own, twice in a row and before a step; a GPU that ranks share stays."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)            # which also restores it
+    if not given:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    ranks = launching._LocalRanks(run_in(tmp_path, run__ranks=3, batch__tokens_per_rank=96), mains.train_and_die)
+    own = launching.Failure(0.0, 1, 1, "distca: rank 1 failed: no such device")
+    for other in (own._replace(rank=0), own._replace(stepped=True), own._replace(text="distca: error: rank 2 is lost"),
+                  own._replace(signal=signal.SIGKILL)):
+        assert [ranks._on_fewer_ranks(one) for one in (own, other)] == ["", ""], other
+    assert ranks._on_fewer_ranks(own) == "" and "run.ranks is 2 and" in ranks._on_fewer_ranks(own)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == left
+    assert (ranks.settings.run.ranks, ranks.settings.batch.tokens_per_rank, ranks.training) == (2, 144, 2)
+
+
+def test_servers_stay_and_serve_the_restarted_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The same process serves before and after; the rank that dies is the one whose address servers know."""
+    settings = {"run__ranks": 3, "attention__dedicated": 1, "run__steps": 6}
+    found = []
+    for name, deaths in (("calm", []), ("killed", [(0, "backward", 4), (1, "forward", 2)])):
+        folder = tmp_path / name
+        folder.mkdir()
+        chosen = run_in(folder, **settings)
+        (folder / "deaths.json").write_text(json.dumps(deaths))
+        assert launch(chosen, mains.train_and_note_servers) == 0
+        found.append(losses(folder))
+    noted = [json.loads(line) for line in (tmp_path / "killed/servers.jsonl").read_text().splitlines()]
+    assert [restarts for restarts, _ in noted] == [0, 1, 2] and len({str(servers) for _, servers in noted}) == 1
+    assert len(noted[0][1]) == 1 and found[0] == found[1]
+    assert "restart 2 of 3" in capfd.readouterr().err

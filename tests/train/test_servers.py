@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,8 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
-from distca.train.servers import listens_at, read_secret, secret_in
+from distca.train.servers import (
+    find_in_store,
+    listens_at,
+    port_before_restart,
+    publish_in_store,
+    read_secret,
+    secret_in,
+)
 from distca.train.settings import Settings
 from distca.validation import UserError
 from tests.support.faults import Servers
@@ -209,6 +218,34 @@ def listed(log: Path, role: str, state: str) -> list[dict[str, Any]]:
 ])
 def test_where_ranks_listen(listen: str, environ: dict[str, str], expected: tuple[str, int]) -> None:
     assert listens_at(listen, environ) == expected
+
+
+def test_servers_and_ranks_meet_over_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun's servers know the number of restarts; a local launcher's outlive some, and look for the latest."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def after(count: int, most: int) -> None:
+        for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", store.port),
+                            ("TORCHELASTIC_RESTART_COUNT", count), ("TORCHELASTIC_MAX_RESTARTS", most)):
+            monkeypatch.setenv(name, str(value))
+
+    after(0, 3)
+    with pytest.raises(ConnectionError, match="rank 0 has not said"):
+        find_in_store()
+    assert port_before_restart() == 0
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        first = listener.getsockname()[:2]
+        publish_in_store(first)
+        assert find_in_store() == first
+        after(2, 3)                                              # the first restart failed before it said anything
+        assert port_before_restart() == 0                        # somebody listens there
+        with pytest.raises(ConnectionError, match="rank 0 has not said"):
+            find_in_store()
+    assert port_before_restart() == first[1]
+    publish_in_store(("127.0.0.1", 9))
+    for count in (0, 1, 2):
+        after(count, 3)
+        assert find_in_store() == ("127.0.0.1", 9)
 
 
 def test_secrets_are_long_and_their_files_private(tmp_path: Path) -> None:

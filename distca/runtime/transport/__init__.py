@@ -28,24 +28,25 @@ from distca.runtime.transport.loopback import LoopbackPointToPoint, LoopbackTran
 from distca.validation import UserError
 
 __all__ = [
-    "TRANSPORTS", "C10dPointToPoint", "C10dTransport", "Exchanges", "Handle", "HierarchicalTransport",
+    "TRANSPORTS", "C10dPointToPoint", "C10dTransport", "Chosen", "Exchanges", "Handle", "HierarchicalTransport",
     "LoopbackPointToPoint", "LoopbackTransport", "LoopbackWorld", "PointToPoint", "Relay", "Transport",
     "TransportError", "over_nodes", "transport_for",
 ]
 
+Chosen = str | Transport | Callable[[dist.ProcessGroup | None], Transport]  # a name, a transport, or what makes one
 TRANSPORTS = ("c10d", "flat", "symmetric", "auto")
 Second = TypeVar("Second")
 
 
-def transport_for(chosen: str | Transport, group: dist.ProcessGroup | None = None) -> Transport:
-    """Return `chosen` if it is a transport, or the transport of that name over `group`; a collective call.
+def transport_for(chosen: Chosen, group: dist.ProcessGroup | None = None) -> Transport:
+    """Return `chosen` if it is a transport, or the one of that name, or that it makes, over `group`; a collective call.
 
     "c10d" uses two hops if there are several hosts and some ranks share one, so that tokens needed by several ranks of
     a host cross to it once; "flat" always uses one hop. "auto" is symmetric memory if NCCL connects ranks on one node
     with a GPU each; otherwise it is "c10d" with symmetric memory for the hop inside nodes.
     """
     if not isinstance(chosen, str):
-        return chosen
+        return chosen(group) if callable(chosen) else chosen
     if chosen not in TRANSPORTS:
         raise UserError(f"transport is {chosen!r}; choose one of: {', '.join(TRANSPORTS)}, or give a transport")
     c10d = C10dTransport(group)

@@ -12,10 +12,11 @@ import json
 import logging
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -46,7 +47,34 @@ class SaveError(OSError):
     """A checkpoint was not written; the previous one is kept."""
 
 
-class Checkpointer:
+class Saver:
+    """One save at a time, in the background."""
+
+    timeout_seconds: float
+    _pending: tuple[Path, Future[None]] | None = None            # the save in flight
+
+    @property
+    def failed(self) -> bool:
+        """Whether the save in flight has failed; `finish` then raises the error."""
+        return self._pending is not None and self._pending[1].done() and self._pending[1].exception() is not None
+
+    def finish(self) -> None:
+        """Wait until the save in flight is complete, or raise a SaveError.
+
+        It needs the process group. The error's cause is a RuntimeError if another rank was lost.
+        """
+        if self._pending is None:
+            return
+        (path, future), self._pending = self._pending, None
+        try:
+            error = future.exception(timeout=2 * self.timeout_seconds)  # its collectives time out earlier
+        except TimeoutError:
+            error = OSError(f"it took longer than {2 * self.timeout_seconds:g} s (run.timeout_seconds)")
+        if error is not None:
+            raise SaveError(f"checkpoint {path} was not written: {' '.join(str(error).split())}") from error
+
+
+class Checkpointer(Saver):
     """Saves one checkpoint at a time in the background, and resumes from the newest good one; used on every rank.
 
     `run` holds the settings that must not change on resume; checkpoints with other values are refused. `config` is the
@@ -64,7 +92,6 @@ class Checkpointer:
         self.run, self.config, self.timeout_seconds = dict(run or {}), dict(config or {}), timeout_seconds
         self._group = group_of_threads(group, timeout_seconds)
         self._rank, self._num_ranks = rank_of(self._group)
-        self._pending: tuple[int, Future[None]] | None = None    # step and future of the save in flight
         self._newest: int | None = None                          # newest step that was saved, is being saved or loaded
         self._writes: dict[tuple[bool, bool], set[str]] = {}     # `_writes_of`'s results
         self._lock: FolderLock | None = None
@@ -74,11 +101,6 @@ class Checkpointer:
             assert all(self.whole.get(name, found) == found for name, found in part.items())
             self.whole |= part
 
-    @property
-    def failed(self) -> bool:
-        """Whether the save in flight has failed; `finish` then raises the error."""
-        return self._pending is not None and self._pending[1].done() and self._pending[1].exception() is not None
-
     def resume(self) -> TrainState | None:
         """Load the newest good checkpoint; None if there is none, a UserError if all of them are damaged."""
         damaged: list[str] = []
@@ -87,19 +109,13 @@ class Checkpointer:
             content = on_first(lambda path=path: self._candidate(path, damaged), self._group)  # type: ignore[misc]
             if content is None:
                 continue
-            error, state = None, None
-            try:
-                state = load(path, self.model, self.optimizer, folders.manifest_from(content.encode()), self._group)
-            except DamagedError as found:
-                error = str(found)
-            errors = [line for line in gather_json(error, self._group) if line is not None]
-            if not errors:
-                assert state is not None
+            manifest = folders.manifest_from(content.encode())
+            state = load_on_all(path, partial(load, path, self.model, self.optimizer, manifest, self._group),
+                                self._group)
+            if state is not None:
                 self._newest = state.step
                 return state
             damaged.append(name)
-            if self._rank == 0:
-                LOG.warning("checkpoint %s is damaged and not used: %s", path, errors[0])
         for name in on_first(lambda: damaged[:1], self._group):
             raise UserError(f"checkpoint.folder = {str(self.folder)!r} holds {name} but no checkpoint that is whole; "
                             "restore one, or name another folder to begin anew")
@@ -110,7 +126,8 @@ class Checkpointer:
         self.finish()
         if step == self._newest:
             return
-        self._pending, self._newest = (step, in_background(self._write, *self.stage(step, loader_state))), step
+        saved = in_background(self._write, *self.stage(step, loader_state))
+        self._pending, self._newest = (self.folder / step_name(step), saved), step
 
     def stage(
         self, step: int, loader_state: Mapping[str, Any], hosts: Sequence[str] = (),
@@ -145,12 +162,8 @@ class Checkpointer:
         return self._writes[key]
 
     def finish(self) -> None:
-        """Wait until the save in flight is complete, or raise a SaveError. Needs the process group."""
-        if self._pending is None:
-            return
-        (step, future), self._pending = self._pending, None
         try:
-            wait_for_save(self.folder / step_name(step), future, self.timeout_seconds)
+            super().finish()
         except BaseException:
             self._newest = None
             raise
@@ -260,14 +273,17 @@ def with_files(manifest: Manifest, written: Sequence[Mapping[str, Any]]) -> Mani
     return replace(manifest, files=files, tensors=tensor_table(blocks))
 
 
-def wait_for_save(path: Path, future: Future[None], timeout_seconds: float) -> None:
-    """Wait until a save is complete, or raise a SaveError, whose cause is a RuntimeError if another rank was lost."""
+def load_on_all(path: Path, load: Callable[[], TrainState], group: dist.ProcessGroup | None) -> TrainState | None:
+    """Load on every rank; warn and return None if any rank finds a changed byte."""
+    error, state = None, None
     try:
-        error = future.exception(timeout=2 * timeout_seconds)    # its collectives time out earlier
-    except TimeoutError:
-        error = OSError(f"it took longer than {2 * timeout_seconds:g} s (run.timeout_seconds)")
-    if error is not None:
-        raise SaveError(f"checkpoint {path} was not written: {' '.join(str(error).split())}") from error
+        state = load()
+    except DamagedError as found:
+        error = str(found)
+    errors = [line for line in gather_json(error, group) if line is not None]
+    if errors and rank_of(group)[0] == 0:
+        LOG.warning("checkpoint %s is damaged and not used: %s", path, errors[0])
+    return None if errors else state
 
 
 def load(

@@ -22,9 +22,9 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from time import perf_counter
@@ -36,13 +36,14 @@ import torch.distributed as dist
 from distca.train.checkpoint import folder as folders
 from distca.train.checkpoint.checkpointer import (
     Checkpointer,
+    Saver,
     TrainState,
     group_of_threads,
     load,
+    load_on_all,
     named_tensors,
     rank_of,
     rng_states,
-    wait_for_save,
     with_files,
     write_files,
 )
@@ -68,24 +69,18 @@ class Move(NamedTuple):
     target: int
 
 
-class NeighbourCheckpoints:
+class NeighbourCheckpoints(Saver):
     """Saves in the memory of this host and the next, one at a time in the background; used on every training rank."""
 
     def __init__(self, checkpoints: Checkpointer, group: dist.ProcessGroup | None, host: str,
                  memory: Path = MEMORY) -> None:
-        self.checkpoints = checkpoints
-        self._group = group_of_threads(group, checkpoints.timeout_seconds)
+        self.checkpoints, self.timeout_seconds = checkpoints, checkpoints.timeout_seconds
+        self._group = group_of_threads(group, self.timeout_seconds)
         self._rank, self._num_ranks = rank_of(self._group)
         self._hosts: list[str] = gather_json(host, self._group)
         self._leads = self._hosts.index(host) == self._rank      # the rank that writes its host's manifest
-        self._pending: tuple[Path, Future[None]] | None = None
         self.folder = memory / on_first(lambda: _token(checkpoints.folder), self._group)
         self._everywhere(lambda: _open_private(self.folder))
-
-    @property
-    def failed(self) -> bool:
-        """Whether the save in flight has failed; `finish` then raises the error."""
-        return self._pending is not None and self._pending[1].done() and self._pending[1].exception() is not None
 
     def save(self, step: int, loader_state: Mapping[str, Any]) -> None:
         """Wait for the previous save, copy everything, then write and send it in the background."""
@@ -93,28 +88,14 @@ class NeighbourCheckpoints:
         manifest, staged = self.checkpoints.stage(step, loader_state, self._hosts, self._group)
         self._pending = self.folder / step_name(step), in_background(self._write, manifest, staged)
 
-    def finish(self) -> None:
-        """Wait until the save in flight is complete, or raise a SaveError."""
-        if self._pending is not None:
-            (path, future), self._pending = self._pending, None
-            wait_for_save(path, future, self.checkpoints.timeout_seconds)
-
     def resume(self) -> TrainState | None:
         """Load the newest good checkpoint, from memory or from disk; None if there is none."""
         began, manifest = perf_counter(), self._newest()
         on_disk = on_first(self._newest_on_disk, self._group)
         if manifest is None or manifest.step < on_disk:
             return self.checkpoints.resume()
-        state, error = None, None
-        try:
-            state = self._load(manifest)
-        except DamagedError as found:
-            error = str(found)
-        errors = [line for line in gather_json(error, self._group) if line is not None]
-        if errors:
-            if self._rank == 0:
-                LOG.warning("checkpoint %s is damaged and not used: %s", self.folder / step_name(manifest.step),
-                            errors[0])
+        state = load_on_all(self.folder / step_name(manifest.step), partial(self._load, manifest), self._group)
+        if state is None:
             return self.checkpoints.resume()
         if self._rank == 0:
             LOG.info("resumed after step %d from host memory, in %.1f s", manifest.step, perf_counter() - began)

@@ -289,6 +289,16 @@ def num_roles(settings: Settings) -> int:
     return settings.attention.roles or settings.attention.dedicated
 
 
+def on_fewer_ranks(settings: Settings) -> Settings | None:
+    """Return the same batch on the most data ranks below today's that share it equally; None if there are none."""
+    group = settings.parallel.tensor * settings.parallel.pipeline
+    data = num_training(settings, settings.run.ranks) // group
+    tokens = data * settings.batch.tokens_per_rank
+    fewer = next((fewer for fewer in range(data - 1, 0, -1) if tokens % (2 * fewer) == 0), 0)  # 2: ping and pong
+    return settings.with_values({"run.ranks": fewer * group + settings.attention.dedicated,
+                                 "batch.tokens_per_rank": tokens // fewer}) if fewer else None
+
+
 @cache
 def known_settings() -> Mapping[str, Known]:
     """Return the declaration of every field, by "section.field"."""
