@@ -102,11 +102,14 @@ def train_noting_moments(transport: Any, runs: tuple[Settings, ...]) -> None:
 
 
 class Disturber:
-    """Starts the servers of a run, and disturbs them until there were enough faults; `seed` makes it choose."""
+    """Starts the servers of a run, and disturbs them until there were enough faults; `seed` makes it choose.
+
+    Then the first training rank gets the signal `last`: by default the one that asks the run to stop.
+    """
 
     def __init__(self, log: Path, trainers: int, servers: int, *, seed: int, faults: int, pause_seconds: float,
-                 hosts: Hosts | None = None) -> None:
-        self.log, self.trainers, self.most, self.faults = log, trainers, servers, faults
+                 hosts: Hosts | None = None, last: int = signal.SIGTERM) -> None:
+        self.log, self.trainers, self.most, self.faults, self.last = log, trainers, servers, faults, last
         self.pause_seconds, self.hosts, self.random = pause_seconds, hosts, random.Random(seed)
         self.done: list[Fault] = []
         self.running: dict[int, Any] = {}                        # process id -> process, also after its end
@@ -167,9 +170,9 @@ class Disturber:
             self.failed = error
         for timer in self._timers:
             timer.join()
-        for pid in self.members("training"):                     # it has seen enough
+        for pid in self.members("training")[:1]:                 # it has seen enough
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
+                os.kill(pid, self.last)
 
     def _disturb(self) -> None:
         """Wait for a moment at which some server serves, and do something to one that does."""

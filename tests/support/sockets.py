@@ -17,7 +17,7 @@ PIDFD_GETFD = 438
 SO_ATTACH_FILTER, SO_DETACH_FILTER, SO_MEMINFO = 26, 27, 55
 MEMINFO = struct.Struct("9I")    # the last one counts packets that were dropped
 TCP_CLOSE = 7
-LOAD, JUMP_IF_AT_LEAST, RETURN = 0x20, 0x35, 0x06
+LOAD, JUMP_IF_ABOVE, RETURN = 0x20, 0x25, 0x06
 RANDOM = 0xfffff000 + 56         # SKF_AD_OFF + SKF_AD_RANDOM: a number of 32 bits, a new one for each packet
 WHOLE = 0x7fffffff
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -63,7 +63,7 @@ def reset(one: socket.socket) -> bool:
 def lose_packets(one: socket.socket, share: float) -> None:
     """Drop a share of the packets that arrive, before TCP sees them."""
     program = b"".join(struct.pack("HBBI", *line) for line in (
-        (LOAD, 0, 0, RANDOM), (JUMP_IF_AT_LEAST, 1, 0, int(share * 2**32)), (RETURN, 0, 0, 0), (RETURN, 0, 0, WHOLE)))
+        (LOAD, 0, 0, RANDOM), (JUMP_IF_ABOVE, 1, 0, int(share * 0xffffffff)), (RETURN, 0, 0, 0), (RETURN, 0, 0, WHOLE)))
     lines = ctypes.create_string_buffer(program, len(program))
     one.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", 4, ctypes.addressof(lines)))
 

@@ -27,7 +27,7 @@ from distca.train.settings import Settings
 from distca.validation import UserError
 from tests.support.faults import KINDS, MOMENTS, OF_LINKS, Disturber, Fault, train_noting_moments
 from tests.support.hosts import Hosts, can_make_hosts
-from tests.support.training import command_of, logged, small_run, train
+from tests.support.training import command_of, logged, outcomes_of, small_run, train
 
 pytestmark = pytest.mark.multiprocess
 FAULTS, FAULTS_OF_A_RUN = 1000, 25
@@ -82,6 +82,19 @@ WAYS: dict[str, dict[str, Any]] = {
 def test_faults_change_no_bit(way: str, tmp_path: Path) -> None:
     """Ten each, at any moment of forward, backward, exchange, plan agreement and save."""
     disturbed(tmp_path, 2, 10, 1, **WAYS[way])
+
+
+def test_the_coordinator_dies_and_the_run_is_resumed(tmp_path: Path) -> None:
+    """Rank 0 is killed amid faults of servers. The run and its servers end, and the same command goes on."""
+    settings = served_run(tmp_path / "disturbed", **WAYS["ping-pong"])
+    log = tmp_path / "disturbed" / "log"
+    with Disturber(log, 2, 2, seed=2, faults=5, pause_seconds=PAUSE_SECONDS, last=signal.SIGKILL):
+        killed, other = outcomes_of(settings, body=train_noting_moments)
+    assert killed.exit_code == -signal.SIGKILL and other.error is not None
+    steps = len(logged(log, "loss")) + 2
+    for folder in ("disturbed", "calm"):
+        train(served_run(tmp_path / folder, **WAYS["ping-pong"], run__steps=steps))
+    assert results(tmp_path / "disturbed") == results(tmp_path / "calm")
 
 
 @pytest.mark.slow
