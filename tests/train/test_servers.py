@@ -7,15 +7,14 @@ computes with one thread on tensors of the same shapes and offsets.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from distca.train.servers import listens_at, read_secret, secret_in
 from distca.train.settings import Settings
 from distca.validation import UserError
 from tests.support.faults import KINDS, MOMENTS, OF_LINKS, Disturber, Fault, train_noting_moments
-from tests.support.hosts import Hosts, can_make_hosts
+from tests.support.hosts import NEEDS, Hosts, can_make_hosts
 from tests.support.training import command_of, logged, outcomes_of, small_run, train
 
 pytestmark = pytest.mark.multiprocess
@@ -116,7 +115,7 @@ def test_a_thousand_faults_change_no_bit(way: str, tmp_path: Path) -> None:
 
 def test_the_command_serves_a_run_and_leaves_it(tmp_path: Path) -> None:
     """`distca train` without servers of its own, which another process joins by the run's file with the secret."""
-    settings = served_run(tmp_path, 1, 1, run__steps=100_000, checkpoint__folder="", checkpoint__every=0)
+    settings = served_run(tmp_path, 1, 1, checkpoint__folder="", checkpoint__every=0)
     log = tmp_path / "log"
     run = subprocess.Popen([sys.executable, "-m", "distca", *command_of(settings, tmp_path)], stderr=subprocess.PIPE,
                            stdout=subprocess.DEVNULL, text=True)
@@ -142,52 +141,32 @@ def test_the_command_serves_a_run_and_leaves_it(tmp_path: Path) -> None:
     assert not (log / "secret").exists() and sum(logged(log, "faults")) == 0
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
-
-
-@contextmanager
-def another_host(name: str) -> Iterator[list[str]]:
-    """A network namespace at 10.213.7.2, linked with this one's 10.213.7.1; what runs a command there."""
-    ip("netns", "add", name)
-    try:
-        ip("link", "add", f"{name}-a", "type", "veth", "peer", "name", f"{name}-b", "netns", name)
-        ip("addr", "add", "10.213.7.1/24", "dev", f"{name}-a")
-        ip("link", "set", f"{name}-a", "up")
-        ip("-n", name, "addr", "add", "10.213.7.2/24", "dev", f"{name}-b")
-        ip("-n", name, "link", "set", f"{name}-b", "up")
-        yield ["ip", "netns", "exec", name]
-    finally:
-        subprocess.run(["ip", "link", "del", f"{name}-a"], capture_output=True, check=False)
-        ip("netns", "del", name)
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")),
-                    reason="needs root, ip and tc")
+@pytest.mark.skipif(not can_make_hosts(), reason=NEEDS)
 def test_a_link_that_is_slow_loses_packets_or_is_cut(tmp_path: Path) -> None:
     """A server on another host: at 1 MB/s, with packets dropped, it serves on; cut off it is lost, and joins again."""
-    settings = served_run(tmp_path / "cut", 1, 2, run__steps=100_000, checkpoint__folder="", checkpoint__every=0,
-                          attention__listen="10.213.7.1", attention__patience=3.0, optimizer__min_lr_ratio=1.0)
-    log, name = tmp_path / "cut" / "log", f"distca{os.getpid() % 10_000}"
-    with another_host(name) as there:
+    with Hosts(1) as hosts:
+        [name], log = hosts.names, tmp_path / "cut" / "log"
+        settings = served_run(tmp_path / "cut", 1, 2, checkpoint__folder="", checkpoint__every=0,
+                              attention__listen=hosts.address, attention__patience=3.0)
         run = subprocess.Popen([sys.executable, "-m", "distca", *command_of(settings, tmp_path)], text=True,
                                stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
         server = None
         try:
             listed(log, "trainer", "training")
             address = json.loads((log / "members.json").read_text())["join"]
-            server = subprocess.Popen([*there, sys.executable, "-m", "distca", "serve", "--join", address, "--device",
-                                       "cpu", "--secret-file", str(log / "secret")], stdout=subprocess.DEVNULL)
+            server = subprocess.Popen(["ip", "netns", "exec", name, sys.executable, "-m", "distca", "serve", "--join",
+                                       address, "--device", "cpu", "--secret-file", str(log / "secret")],
+                                      stdout=subprocess.DEVNULL)
             listed(log, "server", "serving")
-            slow = f"qdisc add dev {name}-a root tbf rate 8mbit burst 4kb latency 5ms"
-            subprocess.run(["tc", *slow.split()], check=True)    # a queue this short drops packets
+            hosts.slow(name)
             before = len(logged(log, "loss"))
             wait_for(lambda: len(logged(log, "loss")) >= before + 3)
-            ip("link", "set", f"{name}-a", "down")
+            assert hosts.hasten(name)
+            hosts.cut(name)
             listed(log, "server", "lost")
             wait_for(lambda: len(logged(log, "loss")) >= before + 6)
-            ip("link", "set", f"{name}-a", "up")
+            assert hosts.join(name)
             listed(log, "server", "serving")
         finally:
             if server is not None:
@@ -196,9 +175,8 @@ def test_a_link_that_is_slow_loses_packets_or_is_cut(tmp_path: Path) -> None:
             run.send_signal(signal.SIGTERM)
             said = run.communicate(timeout=WAIT_SECONDS)[1]
     assert run.returncode == 0 and "Traceback" not in said
-    train(served_run(tmp_path / "calm", 1, 2, run__steps=len(logged(log, "loss")), optimizer__min_lr_ratio=1.0))
-    assert [one == other for one, other in zip(logged(log, "loss"), logged(tmp_path / "calm" / "log", "loss"),
-                                               strict=True)].count(False) == 0
+    train(served_run(tmp_path / "calm", 1, 2, run__steps=len(logged(log, "loss"))))
+    assert logged(log, "loss") == logged(tmp_path / "calm" / "log", "loss")
 
 
 def wait_for(reached: Callable[[], bool]) -> None:
