@@ -28,8 +28,7 @@ from tests.support.pools import SECRET, read_address
 from tests.support.processes import fork_context
 from tests.support.training import train_each
 
-KINDS = ("kill", "stop", "blink", "reset", "loss")
-OF_LINKS = ("cut", "slow")
+PROCESSES, CONNECTIONS, LINKS = ("kill", "stop", "blink"), ("reset", "loss"), ("cut", "slow")
 CHANGES = ("leave", "join")      # no faults
 MOMENTS = {  # where a training rank can be -> what it runs then: (module, class, method)
     "forward": [("distca.train.batches", "StageWork", "forward")],
@@ -49,14 +48,17 @@ POLL_SECONDS = 0.0002
 PATIENCE_SECONDS = 3.0           # for which a server tries to join again
 END_SECONDS = 60.0               # for a server to end after its run: one attempt to join, its patience, and slack
 GAVE_UP = 3                      # exit code of a server that could not join
-
-
 Strike = tuple[float, Callable[[], bool]]  # what was done: when to undo it, and what does so and says if it happened
 
 
 class Fault(NamedTuple):
     kind: str
     moment: str
+
+
+def kinds(hosts: Hosts | None) -> tuple[str, ...]:
+    """The faults that this system lets this user make."""
+    return PROCESSES + (CONNECTIONS if sockets.can_reach() else ()) + (LINKS if hosts else ())
 
 
 def serve_at(where: str, host: str) -> None:
@@ -170,13 +172,13 @@ class Disturber:
             self.failed = error
         for timer in self._timers:
             timer.join()
-        for pid in self.members("training")[:1]:                 # it has seen enough
+        for pid in [] if self._ends.is_set() else self.members("training")[:1]:  # it has seen enough
             with suppress(ProcessLookupError):
                 os.kill(pid, self.last)
 
     def _disturb(self) -> None:
         """Wait for a moment at which some server serves, and do something to one that does."""
-        kind = self.random.choice(KINDS + (OF_LINKS if self.hosts else ()) + CHANGES)
+        kind = self.random.choice(kinds(self.hosts) + CHANGES)
         moment, alive = self.random.choice([*MOMENTS]), [*self._alive()]
         if not alive or (kind == "join" and len(alive) < 2 * self.most):
             return self._start()

@@ -23,6 +23,18 @@ WHOLE = 0x7fffffff
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
+def can_reach() -> bool:
+    """Whether this system gives processes the sockets of others; containers may forbid it."""
+    if not hasattr(os, "pidfd_open"):
+        return False
+    own = os.pidfd_open(os.getpid())
+    copy = _LIBC.syscall(PIDFD_GETFD, own, own, 0)
+    for number in (own, copy):
+        if number >= 0:
+            os.close(number)
+    return bool(copy >= 0)
+
+
 @contextmanager
 def connections(pid: int) -> Iterator[list[socket.socket]]:
     """The connected TCP sockets of a process, which may end meanwhile: then there are none."""

@@ -134,7 +134,7 @@ def die_in_a_call(
     servers: int, dying: int, undisturbed: tuple[torch.dtype, Rows], monkeypatch: pytest.MonkeyPatch, *moment: Any
 ) -> None:
     dtype, expected = undisturbed
-    ending = Ending(monkeypatch, *moment, most=dying)
+    ending = Ending(monkeypatch, *moment, dying)
     with server_pools(HOMES, ROLES, servers) as pools:
         rows = run_calls(pools, dtype)
         faults = pools[0].take_faults()
