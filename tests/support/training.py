@@ -55,7 +55,8 @@ def outcomes_of(*runs: Settings, body: Callable[..., Any] = train_each) -> list[
 def train(*runs: Settings, body: Callable[..., Any] = train_each) -> list[Any]:
     """Train the runs, all on as many ranks; what `body` returned on each rank."""
     outcomes = outcomes_of(*runs, body=body)
-    assert [outcome.error for outcome in outcomes] == [None] * runs[0].run.ranks
+    errors = [outcome.error for outcome in outcomes]
+    assert errors == [None] * runs[0].run.ranks, errors
     return [outcome.value for outcome in outcomes]
 
 
