@@ -6,6 +6,7 @@ runs it: see `distca.runtime.pool.protocol`.
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import torch
 from distca.planning.plan import Plan
 from distca.runtime.attention import CoreAttention
 from distca.runtime.pool import home as home_module
+from distca.runtime.pool import server as server_module
 from distca.runtime.pool.home import Faults, ServerPool
 from distca.runtime.pool.runner import Runner
 from distca.runtime.pool.transport import PoolTransport
@@ -187,6 +189,38 @@ def test_servers_die_faster_than_they_join(
         thread.join(20)
         assert not thread.is_alive()
     assert same_bits(rows, expected)
+
+
+def test_connections_break_at_any_moment(
+    undisturbed: tuple[torch.dtype, Rows], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to a hundred times a second, until three dozen servers were lost; all of them join again at once."""
+    dtype, expected = undisturbed
+    monkeypatch.setattr(server_module, "RETRY_SECONDS", 0.01)
+    draw, ends, lost = random.Random(3), threading.Event(), 0
+    with server_pools(HOMES, ROLES, servers=0) as pools:
+        servers = [server_for(pools) for _ in range(ROLES + 1)]
+        threads = [start(one) for one in servers]
+
+        def break_connections() -> None:
+            while not ends.wait(draw.expovariate(100)):
+                session = draw.choice(servers)._session
+                links = [] if session is None else list(session._links.links)
+                if links and session and (pools[0].view.member(session.rank) or draw.random() < 1 / 16):
+                    draw.choice(links).close()                   # rarely while it joins, so that it does at any load
+
+        threads.append(threading.Thread(target=break_connections))
+        threads[-1].start()
+        try:
+            while lost < 36:
+                assert same_bits(run_calls(pools, dtype), expected)
+                lost += pools[0].take_faults().lost
+        finally:
+            ends.set()
+        assert pools[0].wait_for_servers(len(servers), 20)
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("how", ["kernel", "process"])
