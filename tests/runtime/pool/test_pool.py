@@ -132,11 +132,8 @@ in_a_call = pytest.mark.parametrize(("runs", "backward", "after"), [
     (0, False, False), (3, False, False), (3, False, True), (2, True, False), (2, True, True)])
 
 
-def die_in_a_call(
-    servers: int, dying: int, undisturbed: tuple[torch.dtype, Rows], monkeypatch: pytest.MonkeyPatch, *moment: Any
-) -> None:
-    dtype, expected = undisturbed
-    ending = Ending(monkeypatch, *moment, dying)
+def die_in_a_call(servers: int, ending: Ending, undisturbed: tuple[torch.dtype, Rows]) -> None:
+    (dtype, expected), dying = undisturbed, ending.most
     with server_pools(HOMES, ROLES, servers) as pools:
         rows = run_calls(pools, dtype)
         faults = pools[0].take_faults()
@@ -153,21 +150,21 @@ def die_in_a_call(
 def test_a_server_dies_in_a_call_and_another_does_its_work(
     runs: int, backward: bool, after: bool, undisturbed: tuple[torch.dtype, Rows], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    die_in_a_call(ROLES, 1, undisturbed, monkeypatch, runs, backward, after)
+    die_in_a_call(ROLES, Ending(monkeypatch, runs, backward, after, 1), undisturbed)
 
 
 @in_a_call
 def test_two_servers_die_in_one_call_and_the_third_does_their_work(
     runs: int, backward: bool, after: bool, undisturbed: tuple[torch.dtype, Rows], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    die_in_a_call(ROLES + 1, 2, undisturbed, monkeypatch, runs, backward, after)
+    die_in_a_call(ROLES + 1, Ending(monkeypatch, runs, backward, after, 2), undisturbed)
 
 
 @in_a_call
 def test_all_servers_die_in_one_call_and_homes_compute_alone(
     runs: int, backward: bool, after: bool, undisturbed: tuple[torch.dtype, Rows], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    die_in_a_call(ROLES, ROLES, undisturbed, monkeypatch, runs, backward, after)
+    die_in_a_call(ROLES, Ending(monkeypatch, runs, backward, after, ROLES), undisturbed)
 
 
 def test_servers_die_faster_than_they_join(
