@@ -106,7 +106,8 @@ def test_a_thousand_faults_change_no_bit(way: str, tmp_path: Path) -> None:
     while len(done) < FAULTS // len(WAYS):
         values = {**WAYS[way], "run__dtype": ("float64", "float32")[seed // 4 % 2]}
         with Hosts(1 + seed % 4) if can_make_hosts() else nullcontext() as hosts:
-            done += disturbed(tmp_path / str(seed), 1 + seed % 4, FAULTS_OF_A_RUN, seed, hosts, **values)
+            done += disturbed(tmp_path / str(seed), 1 + seed % 4, FAULTS_OF_A_RUN, len(WAYS) * seed + [*WAYS].index(way),
+                              hosts, **values)
         shutil.rmtree(tmp_path / str(seed))
         seed += 1
     print(f"{way}: {seed} runs,", *(f"{kind} in {moment} {n}," for (kind, moment), n in sorted(Counter(done).items())))
