@@ -109,7 +109,7 @@ class Disturber:
     Then the first training rank gets the signal `last`: by default the one that asks the run to stop.
     """
 
-    def __init__(self, log: Path, trainers: int, servers: int, *, seed: int, faults: int, pause_seconds: float,
+    def __init__(self, log: Path, trainers: int, servers: int, *, seed: str, faults: int, pause_seconds: float,
                  hosts: Hosts | None = None, last: int = signal.SIGTERM) -> None:
         self.log, self.trainers, self.most, self.faults, self.last = log, trainers, servers, faults, last
         self.pause_seconds, self.hosts, self.random = pause_seconds, hosts, random.Random(seed)

@@ -53,7 +53,7 @@ def results(folder: Path) -> tuple[list[float], list[float], dict[str, bytes]]:
 
 
 def disturbed(
-    folder: Path, servers: int, faults: int, seed: int, hosts: Hosts | None = None, **values: Any
+    folder: Path, servers: int, faults: int, seed: str, hosts: Hosts | None = None, **values: Any
 ) -> list[Fault]:
     """Disturb a run until there were as many faults; it ends with the bits of one without servers."""
     settings = served_run(folder / "disturbed", **values, attention__listen=hosts.address if hosts else "")
@@ -80,7 +80,7 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", ["ping-pong", "pipeline"])
 def test_faults_change_no_bit(way: str, tmp_path: Path) -> None:
     """Ten each, at any moment of forward, backward, exchange, plan agreement and save."""
-    disturbed(tmp_path, 2, 10, 1, **WAYS[way])
+    disturbed(tmp_path, 2, 10, way, **WAYS[way])
 
 
 @pytest.mark.timeout(900)
@@ -88,7 +88,7 @@ def test_the_coordinator_dies_and_the_run_is_resumed(tmp_path: Path) -> None:
     """Rank 0 is killed amid faults of servers. The run and its servers end, and the same command goes on."""
     settings = served_run(tmp_path / "disturbed", **WAYS["ping-pong"])
     log = tmp_path / "disturbed" / "log"
-    with Disturber(log, 2, 2, seed=2, faults=5, pause_seconds=PAUSE_SECONDS, last=signal.SIGKILL):
+    with Disturber(log, 2, 2, seed="coordinator", faults=5, pause_seconds=PAUSE_SECONDS, last=signal.SIGKILL):
         killed, other = outcomes_of(settings, body=train_noting_moments)
     assert killed.exit_code == -signal.SIGKILL and other.error is not None
     steps = len(logged(log, "loss")) + 2
@@ -106,8 +106,7 @@ def test_a_thousand_faults_change_no_bit(way: str, tmp_path: Path) -> None:
     while len(done) < FAULTS // len(WAYS):
         values = {**WAYS[way], "run__dtype": ("float64", "float32")[seed // 4 % 2]}
         with Hosts(1 + seed % 4) if can_make_hosts() else nullcontext() as hosts:
-            done += disturbed(tmp_path / str(seed), 1 + seed % 4, FAULTS_OF_A_RUN, len(WAYS) * seed + [*WAYS].index(way),
-                              hosts, **values)
+            done += disturbed(tmp_path / str(seed), 1 + seed % 4, FAULTS_OF_A_RUN, f"{way} {seed}", hosts, **values)
         shutil.rmtree(tmp_path / str(seed))
         seed += 1
     print(f"{way}: {seed} runs,", *(f"{kind} in {moment} {n}," for (kind, moment), n in sorted(Counter(done).items())))
