@@ -349,11 +349,12 @@ class Trainer:
         savers = [saver for saver in (self.checkpoints, self.copies) if saver is not None]
         flags = torch.tensor([self.stopping, *(saver.failed for saver in savers)], dtype=torch.int64)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.trainers)
-        self.stopping = bool(flags[0])
+        if flags[0]:                                             # else a signal may have come since they were read
+            self.stopping = True
         for saver, failed in zip(savers, flags[1:], strict=True):
             if failed:
                 self.finish_save(saver)
-        return self.stopping
+        return bool(flags[0])
 
     def write_trace(self, trace: StepTrace, plan: StepPlan) -> None:
         gathered = gather_json((trace.to_json(), memory_in_use(self.device)), self.trainers)

@@ -1,8 +1,11 @@
 """Connections between pairs: messages in order and whole, strangers dropped, and nobody held up by anybody."""
 
+import fcntl
 import queue
 import socket
 import struct
+import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +19,7 @@ from distca.runtime.transport.links import CHALLENGE_BYTES, HEAD, Link, Links
 from distca.runtime.transport.nixl import MAX_PAYLOAD, memory_for
 from distca.validation import UserError
 from tests.support.pools import LINKS
+from tests.support.sockets import lose_packets
 
 SECRET = b"what both ends know"
 LOOPBACK = "127.0.0.1", 0
@@ -92,6 +96,23 @@ def test_an_end_that_closes_or_vanishes_is_noticed_at_once(two: tuple[End, End, 
     other.closed.get(timeout=WAIT_SECONDS)
     assert one.closed.get(timeout=WAIT_SECONDS) is link and time.monotonic() - began < WAIT_SECONDS
     link.send({"kind": "more"}, torch.zeros(1 << 20))            # lost, without an error
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, whose sockets take a filter")
+def test_a_link_over_which_nothing_arrives_any_more_is_noticed_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing tells either end, and neither sends anything: a server would wait for hours for a home that is gone."""
+    monkeypatch.setattr(module, "KEEPALIVE", {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 2})
+    with ends(SECRET, SECRET) as (one, other):
+        link = one.links.connect(other.links.address)
+        link.send({"kind": "a"})
+        back, message, _ = other.arrived.get(timeout=WAIT_SECONDS)
+        assert message == {"kind": "a"}
+        while any(fcntl.ioctl(link.sock, termios.TIOCOUTQ, bytes(4))):  # not acknowledged yet
+            time.sleep(0.01)
+        for each in (link, back):
+            lose_packets(each.sock, 1.0)
+        assert one.closed.get(timeout=WAIT_SECONDS) is link
+        assert other.closed.get(timeout=WAIT_SECONDS) is back
 
 
 def test_who_does_not_know_the_secret_learns_nothing(caplog: pytest.LogCaptureFixture) -> None:

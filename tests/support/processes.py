@@ -36,6 +36,13 @@ class ProcessOutcome:
     seconds: float            # from the moment the group stood
 
 
+def fork_context() -> Any:
+    """Where processes are forked from one that has imported what this one has of `COMMON`: they start in no time."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "distca.runtime.attention", *filter(sys.modules.__contains__, COMMON)])
+    return context
+
+
 def run_processes(
     size: int, body: Callable[..., Any], *args: Any, timeout_seconds: float = 20.0, deadline_seconds: float = 60.0,
     lost: int | None = None, nccl: bool = False, in_group: int | None = None,
@@ -46,8 +53,7 @@ def run_processes(
     With `nccl` the ranks share the first GPU, and NCCL carries its tensors by sockets on the loopback interface. Only
     the first `in_group` processes are in the group, if given; the others get None as transport.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "distca.runtime.attention", *filter(sys.modules.__contains__, COMMON)])
+    context = fork_context()
     with tempfile.TemporaryDirectory() as folder:
         ends, processes = [], []
         for rank in range(size):

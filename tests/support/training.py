@@ -14,7 +14,7 @@ from distca.train.settings import Settings, num_roles, num_training
 from distca.train.settings.checks import check_settings
 from distca.train.trainer import Trainer
 from tests.support.pools import SECRET, read_address, write_address
-from tests.support.processes import ProcessOutcome, run_processes
+from tests.support.processes import ProcessOutcome, run_processes, values
 
 SMALL: dict[str, Any] = {"model.name": "tiny", "run.dtype": "float64", "run.device": "cpu", "run.threads": 1,
          "run.timeout_seconds": 120, "optimizer.warmup_steps": 3, "data.max_document": 700}
@@ -54,9 +54,7 @@ def outcomes_of(*runs: Settings, body: Callable[..., Any] = train_each) -> list[
 
 def train(*runs: Settings, body: Callable[..., Any] = train_each) -> list[Any]:
     """Train the runs, all on as many ranks; what `body` returned on each rank."""
-    outcomes = outcomes_of(*runs, body=body)
-    assert [outcome.error for outcome in outcomes] == [None] * runs[0].run.ranks
-    return [outcome.value for outcome in outcomes]
+    return values(outcomes_of(*runs, body=body))
 
 
 def command_of(settings: Settings, folder: Path) -> list[str]:

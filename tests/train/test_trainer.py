@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from distca.cost.latency_table import analytic_table
 from distca.models import model_named
 from distca.report.runs import largest_waits, read_ranks, read_traces
+from distca.train import trainer as trainer_module
 from distca.train.settings import Settings
-from tests.support.training import NARROW, command_of, logged, outcomes_of, small_run, train
+from distca.train.trainer import Trainer
+from tests.support.training import NARROW, command_of, logged, outcomes_of, small_run, train, train_each
 
 STEPS = 8
 
@@ -231,6 +234,33 @@ def test_sigterm_saves_and_exits_well(tmp_path: Path) -> None:
     steps = len(losses(log))
     train(small_run(log, 1, run__steps=steps + 2, checkpoint__folder=saved))  # goes on, on another number of ranks
     assert len(losses(log)) == steps + 2
+
+
+def stop_while_ranks_agree(transport: Any, runs: tuple[Settings, ...]) -> None:
+    """The first rank, or all of them, get SIGTERM while the ranks ask each other after step 2 whether to stop."""
+    agree, reduce = Trainer.agreed_to_stop, dist.all_reduce
+
+    def agreed_to_stop(trainer: Trainer) -> bool:
+        def and_be_asked(*args: Any, **options: Any) -> None:
+            reduce(*args, **options)
+            if trainer.step == 2 and (trainer.rank == 0 or trainer.settings.run.seed):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        vars(dist)["all_reduce"] = and_be_asked
+        try:
+            return agree(trainer)
+        finally:
+            vars(dist)["all_reduce"] = reduce
+
+    vars(trainer_module)["Trainer"].agreed_to_stop = agreed_to_stop
+    train_each(transport, runs)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("all_ranks", [0, 1])
+def test_a_stop_that_is_asked_for_while_ranks_agree_comes_a_step_later(all_ranks: int, tmp_path: Path) -> None:
+    train(small_run(tmp_path, 2, run__steps=6, run__seed=all_ranks), body=stop_while_ranks_agree)
+    assert len(losses(tmp_path)) == 3
 
 
 @pytest.mark.multiprocess

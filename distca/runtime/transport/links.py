@@ -42,6 +42,7 @@ HANDSHAKE_SECONDS = 5.0
 MAX_STRANGERS = 32               # connections that have not proved anything yet
 READS_IN_TURN = 64               # reads from one link before the others have their turn
 CLOSE_SECONDS = 2.0              # time to write what was sent before `close`, and for peers to read what is exposed
+KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # an idle link to a lost host ends in a minute
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 LOG = logging.getLogger("distca")
 
@@ -52,6 +53,9 @@ class Link:
     def __init__(self, sock: socket.socket, links: Links) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEPALIVE.items():
+            if hasattr(socket, name):                            # macOS has not all of them
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         sock.setblocking(False)
         self.sock, self.peer, self.heard = sock, -1, time.perf_counter()
         self.is_open, self.polled = True, 0                      # events that the thread waits for

@@ -6,6 +6,7 @@ runs it: see `distca.runtime.pool.protocol`.
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import torch
 from distca.planning.plan import Plan
 from distca.runtime.attention import CoreAttention
 from distca.runtime.pool import home as home_module
+from distca.runtime.pool import server as server_module
 from distca.runtime.pool.home import Faults, ServerPool
 from distca.runtime.pool.runner import Runner
 from distca.runtime.pool.transport import PoolTransport
@@ -103,7 +105,8 @@ class Ending:
     """Breaks all connections of the first server that reaches a moment, as its process's end would."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, runs: int, backward: bool, after: bool, most: int = 1) -> None:
-        self.runs, self.backward, self.after, self.most, self.ended = runs, backward, after, most, 0
+        self.runs, self.backward, self.after, self.most = runs, backward, after, most
+        self.calls: list[int] = []                               # in which they ended
         self.gone: list[Any] = []                                # sessions, each once: more roles may wait for it
         self.lock, inner = threading.Lock(), Runner._run_if_complete
         ending = self
@@ -119,8 +122,8 @@ class Ending:
             if ending.after:
                 inner(runner, number, role)
             with ending.lock:
-                ends = served >= ending.runs and ending.ended < ending.most
-                ending.ended += ends
+                ends = served >= ending.runs and len(ending.calls) < ending.most
+                ending.calls += [number] * ends
                 ending.gone += [session] * ends
             if ends:
                 assert session is not None
@@ -134,26 +137,96 @@ class Ending:
         monkeypatch.setattr(Runner, "_run_if_complete", run)
 
 
-@pytest.mark.parametrize(("runs", "backward", "after"), [
+in_a_call = pytest.mark.parametrize(("runs", "backward", "after"), [
     (0, False, False), (3, False, False), (3, False, True), (2, True, False), (2, True, True)])
-@pytest.mark.parametrize("most", [1, 2])
-def test_servers_that_end_in_a_call_are_replaced(
-    runs: int, backward: bool, after: bool, most: int, undisturbed: tuple[torch.dtype, Rows],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """With two, none is left: the homes compute what they owed."""
-    dtype, expected = undisturbed
-    ending = Ending(monkeypatch, runs, backward, after, most)
-    with server_pools(HOMES, ROLES) as pools:
+
+
+def die_in_a_call(servers: int, ending: Ending, undisturbed: tuple[torch.dtype, Rows]) -> None:
+    (dtype, expected), dying = undisturbed, ending.most
+    with server_pools(HOMES, ROLES, servers) as pools:
         rows = run_calls(pools, dtype)
         faults = pools[0].take_faults()
-        assert ending.ended == most and len(pools[0].view.members) == ROLES - most
-        assert faults.lost == most
+        assert len(ending.calls) == dying and len({*ending.calls}) == 1, "in one call"
+        assert faults.lost == dying and len(pools[0].view.members) == servers - dying
         deadline = time.monotonic() + 20
         while any(pool.calls.calls for pool in pools):           # nothing is kept once all have said that they are done
             assert time.monotonic() < deadline
             time.sleep(0.01)
     assert same_bits(rows, expected)
+
+
+@in_a_call
+def test_a_server_dies_in_a_call_and_another_does_its_work(
+    runs: int, backward: bool, after: bool, undisturbed: tuple[torch.dtype, Rows], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    die_in_a_call(ROLES, Ending(monkeypatch, runs, backward, after, 1), undisturbed)
+
+
+@in_a_call
+def test_two_servers_die_in_one_call_and_the_third_does_their_work(
+    runs: int, backward: bool, after: bool, undisturbed: tuple[torch.dtype, Rows], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    die_in_a_call(ROLES + 1, Ending(monkeypatch, runs, backward, after, 2), undisturbed)
+
+
+@in_a_call
+def test_all_servers_die_in_one_call_and_homes_compute_alone(
+    runs: int, backward: bool, after: bool, undisturbed: tuple[torch.dtype, Rows], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    die_in_a_call(ROLES, Ending(monkeypatch, runs, backward, after, ROLES), undisturbed)
+
+
+def test_servers_die_faster_than_they_join(
+    undisturbed: tuple[torch.dtype, Rows], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each dies in the first role that it is given, one at least in every call, and two more start before the next."""
+    dtype, expected = undisturbed
+    ending = Ending(monkeypatch, 0, False, after=False, most=3 * CALLS)
+    with server_pools(HOMES, ROLES, servers=0) as pools:
+        threads: list[threading.Thread] = []
+
+        def between(call: int) -> None:
+            threads.extend(start(server_for(pools)) for _ in range(2))
+            assert pools[0].wait_for_servers(1, 20)
+
+        rows = run_calls(pools, dtype, between)
+        assert len(ending.calls) >= CALLS
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert same_bits(rows, expected)
+
+
+def test_connections_break_at_any_moment(
+    undisturbed: tuple[torch.dtype, Rows], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to a hundred times a second, until three dozen servers were lost; all of them join again at once."""
+    dtype, expected = undisturbed
+    monkeypatch.setattr(server_module, "RETRY_SECONDS", 0.01)
+    draw, ends, lost = random.Random(3), threading.Event(), 0
+    with server_pools(HOMES, ROLES, servers=0) as pools:
+        servers = [server_for(pools) for _ in range(ROLES + 1)]
+        threads = [start(one) for one in servers]
+
+        def break_connections() -> None:
+            while not ends.wait(draw.expovariate(100)):
+                session = draw.choice(servers)._session
+                links = [] if session is None else list(session._links.links)
+                if links and session and (pools[0].view.member(session.rank) or draw.random() < 1 / 16):
+                    draw.choice(links).close()                   # rarely while it joins, so that it does at any load
+
+        threads.append(threading.Thread(target=break_connections))
+        threads[-1].start()
+        try:
+            while lost < 36:
+                assert same_bits(run_calls(pools, dtype), expected)
+                lost += pools[0].take_faults().lost
+        finally:
+            ends.set()
+        assert pools[0].wait_for_servers(len(servers), 20)
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("how", ["kernel", "process"])
