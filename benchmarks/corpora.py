@@ -31,7 +31,8 @@ from rich.table import Table
 from distca.corpus.cache import ArrayCorpus, Cache
 from distca.corpus.corpora import Corpus, open_corpus
 from distca.corpus.tokenizers import TEXTS_PER_CALL
-from distca.train.launch import launch, this_rank
+from distca.train.launch import launch
+from distca.train.rank_env import this_rank
 from distca.train.settings import Settings, load_settings
 
 DOCUMENT_CHARS = 4_000

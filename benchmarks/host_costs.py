@@ -38,10 +38,10 @@ from distca.simulate.calls import PlanCosts
 from distca.simulate.costs import FREE, Costs
 from distca.simulate.execute import Step, execute
 from distca.spec import FLOAT32_BYTES, ModelShape
-from distca.train.launch import this_rank
 from distca.train.model.decoder import Decoder
 from distca.train.model.loss import chunked_cross_entropy
 from distca.train.model.shape import decoder_shape
+from distca.train.rank_env import this_rank
 from distca.train.settings import Settings, load_settings
 from distca.train.trainer import start_group
 

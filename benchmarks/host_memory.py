@@ -47,8 +47,8 @@ class Result:
 
 
 def rank_main(settings: Settings) -> int:
-    from distca.train import launch as place
     from distca.train import trainer as training
+    from distca.train.rank_env import this_rank
     from distca.train.settings.preflight import device_for
 
     options = json.loads(Path(settings.log.folder, "options.json").read_text(encoding="utf-8"))
@@ -57,7 +57,7 @@ def rank_main(settings: Settings) -> int:
             assert ctypes.CDLL(None).mallopt(parameter, value) == 1, "glibc's mallopt is needed"
     if options["way"] != "trimmed":
         vars(training)["return_freed_memory"] = lambda: None
-    here = place.this_rank()
+    here = this_rank()
     device = device_for(settings, here.local_rank)
     training.start_group(settings, device, here.local_world)
     trainer = training.Trainer(settings, device)

@@ -47,8 +47,9 @@ from distca.runtime.transport import Handle
 from distca.spec import ModelShape
 from distca.trace import StepTrace
 from distca.train.batches import RowPlans, StageWork, step_plan
-from distca.train.launch import launch, this_rank
+from distca.train.launch import launch
 from distca.train.model.weight_gradients import WeightUnit
+from distca.train.rank_env import this_rank
 from distca.train.settings import Settings, load_settings
 from distca.train.trainer import Trainer, start_group
 from distca.workload.documents import fill

@@ -25,7 +25,8 @@ from typing import Any
 from outputs import RESULTS, host_facts, wide_console, write_json
 from rich.table import Table
 
-from distca.train.launch import launch, restarts, this_rank
+from distca.train.launch import launch
+from distca.train.rank_env import restarts, this_rank
 from distca.train.settings import Settings
 
 KILLED_AFTER = 7             # steps

@@ -44,12 +44,12 @@ class Result:
 
 def rank_main(settings: Settings) -> int:
     """Every rank: train both modes in turn, the first rank writes what it saw."""
-    from distca.train import launch as place
+    from distca.train.rank_env import this_rank
     from distca.train.settings.preflight import device_for
     from distca.train.trainer import Trainer, start_group
 
     options = json.loads(Path(settings.log.folder, "options.json").read_text())
-    here = place.this_rank()
+    here = this_rank()
     device = device_for(settings, here.local_rank)
     start_group(settings, device, here.local_world)
     records: dict[str, list[Any]] = {mode: [] for mode in MODES}

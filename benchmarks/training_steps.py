@@ -33,7 +33,8 @@ from distca.models import MODELS
 from distca.planning.step import StepPlan
 from distca.trace import StepTrace
 from distca.train.batches import step_plan
-from distca.train.launch import launch, this_rank
+from distca.train.launch import launch
+from distca.train.rank_env import this_rank
 from distca.train.settings import Settings, load_settings
 from distca.train.trainer import Trainer, start_group
 

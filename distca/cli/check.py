@@ -16,7 +16,7 @@ from distca.check import causes, config_file
 from distca.cli.doctor import Examination
 from distca.cli.options import number, say
 from distca.report.doctor import Record
-from distca.train.launch import rank_in
+from distca.train.rank_env import rank_in
 from distca.train.settings import Settings
 from distca.train.settings.checks import check_settings
 from distca.validation import UserError, check_choice, check_whole

@@ -45,7 +45,8 @@ def train_command(
         check_settings(settings)
         print(settings.to_toml(), end="")
         return
-    from distca.train.launch import launch, rank_in
+    from distca.train.launch import launch
+    from distca.train.rank_env import rank_in
 
     code = launch(settings, _train)
     if rank_in(os.environ) is not None:                         # a rank of torchrun or srun

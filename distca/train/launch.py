@@ -18,14 +18,13 @@ import ctypes
 import logging
 import multiprocessing
 import os
-import re
 import signal
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -33,6 +32,7 @@ from secrets import token_hex
 from typing import Any, NamedTuple, NoReturn, cast
 
 from distca.train.display import title
+from distca.train.rank_env import MAX_RESTARTS, RESTART_COUNT, RankEnv, rank_in, restarts, this_rank
 from distca.train.settings import Settings, num_roles, num_training, on_fewer_ranks
 from distca.train.settings.checks import check_settings
 from distca.train.settings.preflight import MemoryKills, check_machine, threads_for
@@ -46,22 +46,6 @@ POLL_SECONDS = 0.2
 SECRET = "DISTCA_SECRET"  # environment variable by which a run's servers and trainers know each other
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 MAX_REPORT = 16_384  # characters of a traceback, so that it fits into the pipe's buffer
-RESTART_COUNT, MAX_RESTARTS = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"  # torchrun's
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-class RankEnv(NamedTuple):
-    """A process's rank and the rendezvous address, in the order of TORCHRUN."""
-
-    rank: int
-    world: int
-    local_rank: int
-    local_world: int
-    address: str
-    port: int
-
-    def environment(self) -> dict[str, str]:
-        return {name: str(value) for name, value in zip(TORCHRUN, self, strict=True)}
 
 
 class Failure(NamedTuple):
@@ -122,19 +106,6 @@ def quiet_torch() -> None:
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
 
 
-def this_rank() -> RankEnv:
-    """Return this process's rank; only inside `launch`."""
-    env = rank_in(os.environ)
-    if env is None:
-        raise UserError(f"{', '.join(TORCHRUN)} are not set; start this with distca train, torchrun or srun")
-    return env
-
-
-def restarts(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Return how often the ranks of this run have been started again, and how often they may be."""
-    return int(environ.get(RESTART_COUNT) or 0), int(environ.get(MAX_RESTARTS) or 0)
-
-
 def will_restart(error: BaseException | None) -> bool:
     """Return whether this error makes the launcher start all ranks again."""
     count, most = restarts(os.environ)
@@ -145,50 +116,6 @@ def _is_final(error: BaseException) -> bool:
     """Return whether a restart would meet this error again: a refusal or a full disk, but not the loss of a rank."""
     lost = isinstance(error.__cause__, RuntimeError)             # of a checkpoint that could not be written
     return isinstance(error, UserError | OSError) and not lost
-
-
-def rank_in(environ: Mapping[str, str]) -> RankEnv | None:
-    """Return the rank that torchrun, or srun with several tasks, assigned to this process; None without a launcher."""
-    if "RANK" in environ and "WORLD_SIZE" in environ:
-        missing = [name for name in TORCHRUN if not environ.get(name)]
-        if missing:
-            raise UserError(f"RANK and WORLD_SIZE are set but {', '.join(missing)} not; start with torchrun, or unset "
-                            "RANK and WORLD_SIZE for local ranks")
-        rank, world, local_rank, local_world = (_number(environ, name) for name in TORCHRUN[:4])
-        return RankEnv(rank, world, local_rank, local_world, environ["MASTER_ADDR"], _number(environ, "MASTER_PORT"))
-    if int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:  # srun sets it; a batch script or srun's shell is one task
-        return _slurm_rank(environ)
-    return None
-
-
-def _slurm_rank(environ: Mapping[str, str]) -> RankEnv:
-    """Return the rank of an srun task. Tasks meet on the first node, at a port derived from the job and step ids."""
-    rank, world, local_rank, node, job, step = (_number(environ, f"SLURM_{name}") for name in (
-        "PROCID", "STEP_NUM_TASKS", "LOCALID", "NODEID", "JOB_ID", "STEP_ID"))
-    address = environ.get("MASTER_ADDR") or first_host(environ["SLURM_STEP_NODELIST"])
-    port = int(environ.get("MASTER_PORT") or 20_000 + (job * 16 + step) % 20_000)
-    return RankEnv(rank, world, local_rank, _tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])[node], address, port)
-
-
-def first_host(nodes: str) -> str:
-    """Return the first host of a SLURM node list: a[07-09,12],b -> a07."""
-    first = re.match(r"[^,\[]*(\[[^\]]*\][^,\[]*)*", nodes)
-    assert first is not None
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group())
-
-
-def _tasks_per_node(text: str) -> list[int]:
-    """Expand SLURM's list of counts: 8(x2),4 -> [8, 8, 4]."""
-    parts = (part.partition("(x") for part in text.split(","))
-    return [int(count) for count, _, times in parts for _ in range(int(times.rstrip(")") or 1))]
-
-
-def _number(environ: Mapping[str, str], name: str) -> int:
-    try:
-        return int(environ[name])
-    except (KeyError, ValueError):
-        raise UserError(f"{name} is {environ.get(name)!r} in the environment; give a whole number, as the launcher "
-                        "does") from None
 
 
 def _prepare(settings: Settings, env: RankEnv) -> None:

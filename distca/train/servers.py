@@ -28,7 +28,8 @@ from distca.runtime.pool.protocol import View
 from distca.runtime.pool.server import Server
 from distca.runtime.transport.links import Address
 from distca.train.groups import gather_json
-from distca.train.launch import SECRET, restarts
+from distca.train.launch import SECRET
+from distca.train.rank_env import restarts
 from distca.train.settings import Settings, num_roles
 from distca.validation import UserError, read_text
 

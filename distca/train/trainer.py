@@ -53,6 +53,7 @@ from distca.train.model.parallel import clip_grad_norm
 from distca.train.model.segment_runs import Offload, run_segments
 from distca.train.model.shape import DecoderShape, decoder_shape
 from distca.train.model.weight_gradients import WeightGradients
+from distca.train.rank_env import rank_in, restarts, this_rank
 from distca.train.report_files import write_about, write_step
 from distca.train.run_log import FolderLock, StepRecord, open_log_folder
 from distca.train.servers import (
@@ -74,7 +75,7 @@ LOG = logging.getLogger("distca")
 
 def run(settings: Settings) -> int:
     """Run one rank; return 0 after the last step, or after saving if the run was asked to stop."""
-    env, secret = launch.this_rank(), b""
+    env, secret = this_rank(), b""
     device = device_for(settings, env.local_rank)
     if num_roles(settings):
         secret = secret_in(os.environ)
@@ -113,7 +114,7 @@ def start_group(settings: Settings, device: torch.device, local_world: int, **me
     if device.type == "cuda":
         torch.cuda.set_device(device)
     one_worker_per_group()
-    count, _ = launch.restarts(os.environ)
+    count, _ = restarts(os.environ)
     if count and "store" not in meeting:                         # torchrun's store has the lost ranks' addresses
         store, rank, world = next(rendezvous("env://", meeting.get("rank", -1), meeting.get("world_size", -1)))
         meeting = {"store": dist.PrefixStore(f"restart-{count}", store), "rank": rank, "world_size": world}
@@ -196,7 +197,7 @@ class Trainer:
         """Lock this run's log folder until the run ends; return its path."""
         saved = self.settings.checkpoint.folder
         self.log = open_log_folder(Path(self.settings.log.folder), Path(saved) if saved else None,
-                                   resumed=self.step > 0 or launch.restarts(os.environ)[0] > 0)
+                                   resumed=self.step > 0 or restarts(os.environ)[0] > 0)
         return str(self.log.folder)
 
     def train(self) -> None:
@@ -204,7 +205,7 @@ class Trainer:
             signal.signal(number, self.ask_to_stop)
         self.settings = self.settings.with_values({"log.folder": on_first(self.open_log, self.trainers)})
         people = who_takes_part()
-        observer = Observer(self.settings, self.rank, self.world, restarts=launch.restarts(os.environ)[0])
+        observer = Observer(self.settings, self.rank, self.world, restarts=restarts(os.environ)[0])
         if self.rank == 0:
             self.members = MembersFile(Path(self.settings.log.folder), people, self.servers)
             write_about(self.settings, self.world, self.batches.loader.model, self.device)
@@ -384,7 +385,7 @@ def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
     """Return the peak FLOP/s of this rank's GPU, or of its share if ranks share the GPU; None if unknown."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
-    peak, env = peak_flops(torch.cuda.get_device_name(device)), launch.rank_in(os.environ)
+    peak, env = peak_flops(torch.cuda.get_device_name(device)), rank_in(os.environ)
     sharing = 1 if env is None else max(1.0, env.local_world / torch.cuda.device_count())
     return None if peak is None else peak / sharing
 

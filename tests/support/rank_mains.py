@@ -15,13 +15,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from distca.train import launch
+from distca.train.rank_env import restarts, this_rank
 from distca.train.settings import Settings
 from distca.train.settings.checks import check_settings
 
 
 def _say(settings: Settings, **facts: Any) -> None:
-    rank = launch.this_rank().rank
+    rank = this_rank().rank
     path = Path(settings.log.folder) / f"rank{rank}.json"
     path.with_suffix(".part").write_text(json.dumps({"pid": os.getpid(), **facts}))
     os.replace(path.with_suffix(".part"), path)
@@ -41,7 +41,7 @@ def meet(settings: Settings) -> int:
     import torch.distributed as dist
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    place = launch.this_rank()
+    place = this_rank()
     total = torch.tensor([10.0**place.rank])
     dist.all_reduce(total)
     _say(settings, rank=place.rank, world=place.world, local_rank=place.local_rank, total=total.item(),
@@ -52,7 +52,7 @@ def meet(settings: Settings) -> int:
 
 
 def second_fails(settings: Settings) -> int:
-    if launch.this_rank().rank == 1:
+    if this_rank().rank == 1:
         raise RuntimeError("rank one gave up")
     _say(settings)
     time.sleep(1000)                                             # longer than a test may take
@@ -69,7 +69,7 @@ def foreign_value_error(settings: Settings) -> int:
 
 
 def second_returns_five(settings: Settings) -> int:
-    return 5 if launch.this_rank().rank == 1 else 0
+    return 5 if this_rank().rank == 1 else 0
 
 
 def second_is_killed(settings: Settings) -> None:
@@ -79,7 +79,7 @@ def second_is_killed(settings: Settings) -> None:
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     dist.barrier()
-    if launch.this_rank().rank == 1:
+    if this_rank().rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     while True:
         dist.all_reduce(torch.ones(1))
@@ -92,7 +92,7 @@ def group_timeouts(settings: Settings) -> int:
 
     from distca.train.trainer import Trainer, start_group
 
-    start_group(settings, torch.device("cpu"), launch.this_rank().local_world)
+    start_group(settings, torch.device("cpu"), this_rank().local_world)
     trainer = Trainer(settings, torch.device("cpu"))
     groups = list(distributed_c10d._world.pg_map)
     seconds = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
@@ -128,7 +128,7 @@ def train_and_stop_in_the_last_save(settings: Settings) -> int:
     def stopped(path: Path, tensors: Any) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
-    if launch.this_rank().rank == 1:
+    if this_rank().rank == 1:
         vars(checkpoint)["write_file"] = stopped
     return trainer.run(settings)
 
@@ -177,7 +177,7 @@ def live_memory(settings: Settings) -> int:
     from distca.train import trainer as training
 
     kept: list[Any] = []
-    training.start_group(settings, torch.device("cpu"), launch.this_rank().local_world)
+    training.start_group(settings, torch.device("cpu"), this_rank().local_world)
     trainer = training.Trainer(settings, torch.device("cpu"))
     run_step = trainer.forward_backward
 
@@ -217,7 +217,7 @@ def live_heap_bytes() -> int:
 
 
 def die(settings: Settings) -> int:
-    _say(settings, restarts=launch.restarts(os.environ))
+    _say(settings, restarts=restarts(os.environ))
     os.kill(os.getpid(), signal.SIGKILL)
     return 0
 
@@ -241,8 +241,8 @@ def train_and_die(settings: Settings) -> int:
     from distca.train import trainer
 
     deaths = json.loads((Path(settings.log.folder).parent / "deaths.json").read_text())
-    count, _ = launch.restarts(os.environ)
-    if count < len(deaths) and deaths[count][0] == launch.this_rank().rank:
+    count, _ = restarts(os.environ)
+    if count < len(deaths) and deaths[count][0] == this_rank().rank:
         _, moment, step = deaths[count]
         module, owner, name = MOMENTS[moment]
         place = importlib.import_module(module)
@@ -271,7 +271,7 @@ def train_and_note_servers(settings: Settings) -> int:
         def train(self) -> None:
             if self.rank == 0:
                 assert self.servers is not None
-                note = launch.restarts(os.environ)[0], [one.pid for one in self.servers.view.members]
+                note = restarts(os.environ)[0], [one.pid for one in self.servers.view.members]
                 with open(Path(settings.log.folder).parent / "servers.jsonl", "a", encoding="utf-8") as notes:
                     notes.write(json.dumps(note) + "\n")
             super().train()
@@ -282,6 +282,6 @@ def train_and_note_servers(settings: Settings) -> int:
 
 def train_without_the_device(settings: Settings) -> int:
     """As `train_and_die`, but after the first start there is no device for rank 1."""
-    if launch.restarts(os.environ)[0] and launch.this_rank().rank == 1:
+    if restarts(os.environ)[0] and this_rank().rank == 1:
         raise RuntimeError("CUDA error: no such device")
     return train_and_die(settings)

@@ -18,7 +18,8 @@ import pytest
 import distca
 from distca import cli
 from distca.train import launch as launching
-from distca.train.launch import RankEnv, first_host, launch, rank_in
+from distca.train.launch import launch
+from distca.train.rank_env import RankEnv, first_host, rank_in, this_rank
 from distca.train.settings import Settings
 from distca.train.settings.preflight import MemoryKills, check_machine, device_for, dtype_for, threads_for
 from tests.support import rank_mains as mains
@@ -278,7 +279,7 @@ def test_joined_ranks_run_in_this_process_with_their_launchers_number(settings: 
 
     def main(settings: Settings) -> int:
         seen.append((settings.run.ranks, os.environ["RANK"], os.environ["WORLD_SIZE"],
-                     launching.this_rank().local_world))
+                     this_rank().local_world))
         return 7
 
     assert launch(settings.with_values({"run.ranks": 1}), main) == 7
@@ -289,7 +290,7 @@ def test_joined_ranks_run_in_this_process_with_their_launchers_number(settings: 
 
 def test_outside_of_a_launch_there_is_no_place() -> None:
     with pytest.raises(ValueError, match="torchrun"):
-        launching.this_rank()
+        this_rank()
 
 
 def test_threads_share_the_cores(settings: Settings) -> None:
