@@ -151,7 +151,7 @@ def with_servers(rank: int, among: Any, options: argparse.Namespace) -> PoolTran
     pool = connect_servers(C10dTransport(among), roles=options.servers, secret=SECRET)
     if rank == 0:
         dist.distributed_c10d._get_default_store().set("address", json.dumps(pool.address))
-    assert pool.pool.wait_for_servers(options.servers, 60)
+    assert pool.wait_for_servers(options.servers, 60)
     return pool
 
 

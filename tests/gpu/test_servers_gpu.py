@@ -116,7 +116,7 @@ def train(transport: C10dTransport, plan: Plan, links: str, device: str, where: 
         serving = Path(where).with_name("serving")
         pool.pool.on_change = lambda view, _: write_address(serving, [one.pid for one in view.members])
         write_address(Path(where), pool.address)
-    assert pool.pool.wait_for_servers(ROLES, JOIN_SECONDS)
+    assert pool.wait_for_servers(ROLES, JOIN_SECONDS)
     found: dict[str, Any] = {"calls": 0, "wrong": 0, "lost": 0, "repeated": 0}
     deadline, enough = time.monotonic() + SECONDS, False
     while not enough:

@@ -43,8 +43,9 @@ def attend(transport: C10dTransport | None, where: str, window: int | None) -> A
     if transport is None:
         return serve_some(3, Path(where))
     pool = connect_servers(transport, roles=1, secret=SECRET)
-    write_address(Path(where), pool.address)
-    assert pool.pool.wait_for_servers(1, 60)
+    if transport.rank == 0:
+        write_address(Path(where), pool.address)
+    assert pool.wait_for_servers(1, 60)
     attention = PackedAttention(model=model_named("tiny"), tolerance=0.02, transport=pool)
     lengths, worst = ROWS[transport.rank], 0.0
     for seed in range(BATCHES):
@@ -98,8 +99,9 @@ def train_twice(transport: C10dTransport | None, trainer: str, where: str) -> An
         pools.POOL.append(pool := connect_servers(transport, roles=1, secret=SECRET))
         _shared.cache_clear()
         if served:
-            write_address(Path(where), pool.address)
-            assert pool.pool.wait_for_servers(1, 60)
+            if transport.rank == 0:
+                write_address(Path(where), pool.address)
+            assert pool.wait_for_servers(1, 60)
         model, logits = steps_of(trainer)
         for seed in range(2):
             documents = rows_of_tokens([[length + seed for length in row] for row in ROWS], 60)[transport.rank]

@@ -59,8 +59,9 @@ def dedicated(transport: C10dTransport | None, plans: list[Plan], where: str) ->
         return Server(partial(read_address, Path(where)), SECRET).run()
     plan = plans[0]
     pool = connect_servers(transport, roles=plan.num_servers - plan.layout.num_ranks, secret=SECRET)
-    write_address(Path(where), pool.address)
-    assert pool.pool.wait_for_servers(plan.num_servers - plan.layout.num_ranks, 20)
+    if transport.rank == 0:
+        write_address(Path(where), pool.address)
+    assert pool.wait_for_servers(plan.num_servers - plan.layout.num_ranks, 20)
     attend = CoreAttention(transport=pool)
     errors = [attend_and_compare(attend, plan) for plan in plans for _ in range(2)]
     pool.close()

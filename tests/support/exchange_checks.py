@@ -183,7 +183,7 @@ def dedicated_server(ranks: Ranks) -> None:
     if ranks.rank == rows:
         assert Server(lambda: address[0], SECRET, device=ranks.device).run() == 2
         return
-    assert pool.pool.wait_for_servers(1, 60)
+    assert pool.wait_for_servers(1, 60)
     attend = CoreAttention(transport=pool)
     q, k, v, dout = (x[:lengths[0]] for x in ranks.tensors(0, DIMS))
     out, _, *rest = expected_attention(q, k, v, dout, TaskRows.documents(lengths))

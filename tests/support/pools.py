@@ -40,6 +40,7 @@ def start(server: Server) -> threading.Thread:
 
 
 def write_address(path: Path, address: Any) -> None:
+    """Write a file that nobody sees half of; one process does it."""
     path.with_suffix(".part").write_text(json.dumps(address))
     os.replace(path.with_suffix(".part"), path)
 

@@ -90,7 +90,8 @@ class ServerPool:
         self.followed = 0.0                                      # when the view came
         self.changed = threading.Condition(threading.RLock())
         self.runner = Runner(self.homes, shape.num_roles, self.post, device=device, kernel=kernel)
-        self._stands_in, self._threads = False, torch.get_num_threads()  # per thread, and results depend on the number
+        self._roles_thread: threading.Thread | None = None       # runs roles, if no server does
+        self._threads = torch.get_num_threads()                  # per thread, and results depend on the number
         memory = memory_for(links, self.runner.device, listen)
         self._links = Links(secret, self._receive, self._closed, listen=listen)
         self._links.memory = memory
@@ -159,6 +160,8 @@ class ServerPool:
         for link in links:
             link.send({"kind": "bye"})
         self.runner.offered.put(None)
+        if self._roles_thread is not None:                       # Python aborts if it ends while a thread is in torch
+            self._roles_thread.join(max(deadline - time.monotonic(), 0.0))
         self._links.close()
 
     def post(self, rank: int, message: Message, payload: torch.Tensor | None) -> None:
@@ -337,9 +340,9 @@ class ServerPool:
 
     def _stand_in(self, sender: int, message: Message, payload: torch.Tensor | None) -> None:
         """Run a role on this rank, on a thread that starts with the first one."""
-        if not self._stands_in:
-            self._stands_in = True
-            threading.Thread(target=self._run_roles, name="distca-roles", daemon=True).start()
+        if self._roles_thread is None:
+            self._roles_thread = threading.Thread(target=self._run_roles, name="distca-roles", daemon=True)
+            self._roles_thread.start()
         self.runner.offer(sender, message, payload)
 
     def _run_roles(self) -> None:

@@ -46,6 +46,10 @@ class PoolTransport:
         """Where servers join."""
         return self.pool.peers[0].host, self.pool.peers[0].port
 
+    def wait_for_servers(self, count: int, seconds: float) -> bool:
+        """Wait until as many servers have joined; return whether they did in time."""
+        return self.pool.wait_for_servers(count, seconds)
+
     def close(self) -> None:
         """Release the servers and end all connections; every rank calls it when it has made its last call."""
         self.pool.close()

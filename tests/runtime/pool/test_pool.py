@@ -102,10 +102,17 @@ def undisturbed(request: pytest.FixtureRequest, _links: None) -> tuple[torch.dty
 
 
 class Ending:
-    """Breaks all connections of the first server that reaches a moment, as its process's end would."""
+    """Breaks all connections of the first servers that reach a moment of chosen calls, as their processes' end would.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, runs: int, backward: bool, after: bool, most: int = 1) -> None:
-        self.runs, self.backward, self.after, self.most = runs, backward, after, most
+    The calls are those of one direction, in the order in which any server first has one, without the first `skipped`.
+    """
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, skipped: int, backward: bool, after: bool, most: int, calls: int = 1
+    ) -> None:
+        self.chosen = slice(skipped, skipped + calls)
+        self.backward, self.after, self.most = backward, after, most
+        self.seen: list[int] = []                                # calls
         self.calls: list[int] = []                               # in which they ended
         self.gone: list[Any] = []                                # sessions, each once: more roles may wait for it
         self.lock, inner = threading.Lock(), Runner._run_if_complete
@@ -118,11 +125,15 @@ class Ending:
                 return inner(runner, number, role)
             if session in ending.gone:
                 return None
-            served = runner.served
+            with ending.lock:
+                ending.seen += [number] * (number not in ending.seen)
+            before = runner.runs
             if ending.after:
                 inner(runner, number, role)
+                if runner.runs == before:                        # more inputs are to come
+                    return None
             with ending.lock:
-                ends = served >= ending.runs and len(ending.calls) < ending.most
+                ends = number in ending.seen[ending.chosen] and len(ending.calls) < ending.most
                 ending.calls += [number] * ends
                 ending.gone += [session] * ends
             if ends:
@@ -137,7 +148,7 @@ class Ending:
         monkeypatch.setattr(Runner, "_run_if_complete", run)
 
 
-in_a_call = pytest.mark.parametrize(("runs", "backward", "after"), [
+in_a_call = pytest.mark.parametrize(("skipped", "backward", "after"), [
     (0, False, False), (3, False, False), (3, False, True), (2, True, False), (2, True, True)])
 
 
@@ -157,23 +168,23 @@ def die_in_a_call(servers: int, ending: Ending, undisturbed: tuple[torch.dtype, 
 
 @in_a_call
 def test_a_server_dies_in_a_call_and_another_does_its_work(
-    runs: int, backward: bool, after: bool, undisturbed: tuple[torch.dtype, Rows], monkeypatch: pytest.MonkeyPatch
+    skipped: int, backward: bool, after: bool, undisturbed: tuple[torch.dtype, Rows], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    die_in_a_call(ROLES, Ending(monkeypatch, runs, backward, after, 1), undisturbed)
+    die_in_a_call(ROLES, Ending(monkeypatch, skipped, backward, after, 1), undisturbed)
 
 
 @in_a_call
 def test_two_servers_die_in_one_call_and_the_third_does_their_work(
-    runs: int, backward: bool, after: bool, undisturbed: tuple[torch.dtype, Rows], monkeypatch: pytest.MonkeyPatch
+    skipped: int, backward: bool, after: bool, undisturbed: tuple[torch.dtype, Rows], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    die_in_a_call(ROLES + 1, Ending(monkeypatch, runs, backward, after, 2), undisturbed)
+    die_in_a_call(ROLES + 1, Ending(monkeypatch, skipped, backward, after, 2), undisturbed)
 
 
 @in_a_call
 def test_all_servers_die_in_one_call_and_homes_compute_alone(
-    runs: int, backward: bool, after: bool, undisturbed: tuple[torch.dtype, Rows], monkeypatch: pytest.MonkeyPatch
+    skipped: int, backward: bool, after: bool, undisturbed: tuple[torch.dtype, Rows], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    die_in_a_call(ROLES, Ending(monkeypatch, runs, backward, after, ROLES), undisturbed)
+    die_in_a_call(ROLES, Ending(monkeypatch, skipped, backward, after, ROLES), undisturbed)
 
 
 def test_servers_die_faster_than_they_join(
@@ -181,7 +192,7 @@ def test_servers_die_faster_than_they_join(
 ) -> None:
     """Each dies in the first role that it is given, one at least in every call, and two more start before the next."""
     dtype, expected = undisturbed
-    ending = Ending(monkeypatch, 0, False, after=False, most=3 * CALLS)
+    ending = Ending(monkeypatch, 0, False, after=False, most=3 * CALLS, calls=2 * CALLS)
     with server_pools(HOMES, ROLES, servers=0) as pools:
         threads: list[threading.Thread] = []
 
@@ -313,7 +324,7 @@ def test_a_result_that_comes_twice_is_used_once() -> None:
 
 
 def test_gaps_say_who_filled_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    Ending(monkeypatch, 2, False, after=False)
+    Ending(monkeypatch, 2, False, after=False, most=1)
     with server_pools(HOMES, ROLES) as pools:
         began = time.perf_counter()
         run_calls(pools)
