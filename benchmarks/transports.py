@@ -141,6 +141,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
+    if not (options.cpu or torch.cuda.is_available()):
+        parser.error("torch sees no NVIDIA GPU; --cpu compares the ways between processes on CPUs")
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     rows = on_ranks(2, rank_main, options, nccl=not options.cpu)[0]
     table = Table("way", *(f"{megabytes} MB" for megabytes in options.megabytes), title="GB/s that each process sends")
