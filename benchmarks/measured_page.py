@@ -426,7 +426,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _cores(content: dict[str, Any]) -> str:
     """Other work is in the clock's seconds where more was running than there are cores."""
     cores, load = content["host"]["cores"], content["host"]["load_average"]
-    return f"{cores} cores" + (f" that other work shared (load average {load:.1f})" if load > 0.5 else "")
+    return f"{cores} cores (load average {load:.1f}, the benchmark's own included)"
 
 
 def _tokens(count: int) -> str:
