@@ -23,10 +23,11 @@ from rich.table import Table
 
 from distca.kernels.interface import Kernel
 from distca.runtime import prepared
+from distca.train.groups import start_group
 from distca.train.launch import launch
 from distca.train.rank_env import this_rank
 from distca.train.settings import Settings
-from distca.train.trainer import Trainer, start_group
+from distca.train.trainer import Trainer
 
 VARIANTS = ("equal servers", "adapt")
 

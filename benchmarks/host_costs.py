@@ -38,12 +38,12 @@ from distca.simulate.calls import PlanCosts
 from distca.simulate.costs import FREE, Costs
 from distca.simulate.execute import Step, execute
 from distca.spec import FLOAT32_BYTES, ModelShape
+from distca.train.groups import start_group
 from distca.train.model.decoder import Decoder
 from distca.train.model.loss import chunked_cross_entropy
 from distca.train.model.shape import decoder_shape
 from distca.train.rank_env import this_rank
 from distca.train.settings import Settings, load_settings
-from distca.train.trainer import start_group
 
 MODEL = ModelShape("tiny", 4, 64, 2, 1, 32, 176, 257)
 FLOAT32_OVER_BF16 = 2        # the simulator counts bytes in bf16, CPU ranks send float32

@@ -48,6 +48,7 @@ class Result:
 
 def rank_main(settings: Settings) -> int:
     from distca.train import trainer as training
+    from distca.train.groups import start_group
     from distca.train.rank_env import this_rank
     from distca.train.settings.preflight import device_for
 
@@ -59,7 +60,7 @@ def rank_main(settings: Settings) -> int:
         vars(training)["return_freed_memory"] = lambda: None
     here = this_rank()
     device = device_for(settings, here.local_rank)
-    training.start_group(settings, device, here.local_world)
+    start_group(settings, device, here.local_world)
     trainer = training.Trainer(settings, device)
     seen = []
     while trainer.step < settings.run.steps:

@@ -46,11 +46,12 @@ from distca.runtime.pipeline import Send
 from distca.runtime.transport import C10dTransport, Handle
 from distca.spec import ModelShape
 from distca.train.batches import RowPlans, StageWork
+from distca.train.groups import start_group
 from distca.train.launch import launch
 from distca.train.model.decoder import Decoder
 from distca.train.rank_env import RankEnv, this_rank
 from distca.train.settings import Settings, load_settings
-from distca.train.trainer import Trainer, start_group
+from distca.train.trainer import Trainer
 
 VARIANTS = ("ping-pong", "single stream", "1 byte")
 MODEL = ModelShape("tiny", 4, 128, 4, 1, 32, 352, 257)

@@ -47,11 +47,12 @@ from distca.runtime.transport import Handle
 from distca.spec import ModelShape
 from distca.trace import StepTrace
 from distca.train.batches import RowPlans, StageWork, step_plan
+from distca.train.groups import start_group
 from distca.train.launch import launch
 from distca.train.model.weight_gradients import WeightUnit
 from distca.train.rank_env import this_rank
 from distca.train.settings import Settings, load_settings
-from distca.train.trainer import Trainer, start_group
+from distca.train.trainer import Trainer
 from distca.workload.documents import fill
 
 RESULT = RESULTS / "pipeline.json"

@@ -44,9 +44,10 @@ class Result:
 
 def rank_main(settings: Settings) -> int:
     """Every rank: train both modes in turn, the first rank writes what it saw."""
+    from distca.train.groups import start_group
     from distca.train.rank_env import this_rank
     from distca.train.settings.preflight import device_for
-    from distca.train.trainer import Trainer, start_group
+    from distca.train.trainer import Trainer
 
     options = json.loads(Path(settings.log.folder, "options.json").read_text())
     here = this_rank()

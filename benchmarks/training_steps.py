@@ -33,10 +33,11 @@ from distca.models import MODELS
 from distca.planning.step import StepPlan
 from distca.trace import StepTrace
 from distca.train.batches import step_plan
+from distca.train.groups import start_group
 from distca.train.launch import launch
 from distca.train.rank_env import this_rank
 from distca.train.settings import Settings, load_settings
-from distca.train.trainer import Trainer, start_group
+from distca.train.trainer import Trainer
 
 PROBE_TOKENS, PROBE_SHORT = 512, 128  # per rank and micro-batch: next to nothing to compute, but tiles to move
 PROBES = ("home", "disaggregated")

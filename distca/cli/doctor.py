@@ -106,7 +106,7 @@ class Examination(NamedTuple):
     def as_rank(self, settings: Settings, *, file: Path | None = None) -> int:
         """Examine as one rank; rank 0 writes the record to the file, or shows it if there is none."""
         from distca.profiling.roll_call import RollCall
-        from distca.train.trainer import start_group
+        from distca.train.groups import start_group
 
         env, timeout = this_rank(), settings.run.timeout_seconds
         patient = settings.with_values({"run.timeout_seconds": timeout + GROUP_GRACE_SECONDS})

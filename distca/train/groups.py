@@ -9,6 +9,7 @@ run code on all others.
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -19,14 +20,34 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
+from distca.runtime.liveness import one_worker_per_group
 from distca.runtime.pool.home import ServerPool
 from distca.runtime.pool.transport import PoolTransport
 from distca.runtime.transport import C10dTransport, Transport, over_nodes, transport_for
+from distca.train.rank_env import restarts
 from distca.train.settings import Settings
 from distca.validation import UserError
 
 Value = TypeVar("Value")
+
+
+def start_group(settings: Settings, device: torch.device, local_world: int, **meeting: Any) -> None:
+    """Join the launcher's process group, over NCCL if no two ranks share a GPU, else over gloo.
+
+    `meeting` may be the store, rank and world_size of init_process_group, in place of the launcher's address.
+    """
+    own_gpu = device.type == "cuda" and local_world <= torch.cuda.device_count()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    one_worker_per_group()
+    count, _ = restarts(os.environ)
+    if count and "store" not in meeting:                         # torchrun's store has the lost ranks' addresses
+        store, rank, world = next(rendezvous("env://", meeting.get("rank", -1), meeting.get("world_size", -1)))
+        meeting = {"store": dist.PrefixStore(f"restart-{count}", store), "rank": rank, "world_size": world}
+    dist.init_process_group("cpu:gloo,cuda:nccl" if own_gpu else "gloo",
+                            timeout=timedelta(seconds=settings.run.timeout_seconds), **meeting)
 
 
 def groups_of(settings: Settings, device: torch.device) -> tuple[DeviceMesh, dist.ProcessGroup]:

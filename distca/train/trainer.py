@@ -16,7 +16,7 @@ import platform
 import resource
 import signal
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
@@ -24,18 +24,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from distca.corpus.corpora import Corpus
 from distca.cost.work import peak_flops, training_flops
 from distca.planning.plan import Plan
 from distca.planning.step import StepPlan
 from distca.runtime.attention import CoreAttention
-from distca.runtime.liveness import TRIM_STEPS, Liveness, is_lost, one_worker_per_group, return_freed_memory
+from distca.runtime.liveness import TRIM_STEPS, Liveness, is_lost, return_freed_memory
 from distca.runtime.pipeline import Pipeline
 from distca.runtime.pool.home import ServerPool
 from distca.runtime.recorder import Recorder
-from distca.spec import ModelShape
 from distca.trace import StepTrace
 from distca.train import launch
 from distca.train.agreement import Agreement, ServerSpeeds
@@ -46,8 +44,8 @@ from distca.train.checkpoint.folder import step_folders
 from distca.train.checkpoint.neighbour import NeighbourCheckpoints
 from distca.train.data import Loader, open_corpora
 from distca.train.display import Observer
-from distca.train.groups import gather_json, groups_of, on_first, set_timeouts, transport_between
-from distca.train.model.build import build_decoder, build_optimizer, connect, learning_rate
+from distca.train.groups import gather_json, groups_of, on_first, set_timeouts, start_group, transport_between
+from distca.train.model.build import build_decoder, build_optimizer, connect, lasting, learning_rate
 from distca.train.model.huggingface import config_of
 from distca.train.model.parallel import clip_grad_norm
 from distca.train.model.segment_runs import Offload, run_segments
@@ -103,23 +101,6 @@ def run(settings: Settings) -> int:
     if env.rank == 0 and finished and settings.checkpoint.export:
         export_newest(step_folders(Path(settings.checkpoint.folder)), Path(settings.checkpoint.export))
     return 0
-
-
-def start_group(settings: Settings, device: torch.device, local_world: int, **meeting: Any) -> None:
-    """Join the launcher's process group, over NCCL if no two ranks share a GPU, else over gloo.
-
-    `meeting` may be the store, rank and world_size of init_process_group, in place of the launcher's address.
-    """
-    own_gpu = device.type == "cuda" and local_world <= torch.cuda.device_count()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    one_worker_per_group()
-    count, _ = restarts(os.environ)
-    if count and "store" not in meeting:                         # torchrun's store has the lost ranks' addresses
-        store, rank, world = next(rendezvous("env://", meeting.get("rank", -1), meeting.get("world_size", -1)))
-        meeting = {"store": dist.PrefixStore(f"restart-{count}", store), "rank": rank, "world_size": world}
-    dist.init_process_group("cpu:gloo,cuda:nccl" if own_gpu else "gloo",
-                            timeout=timedelta(seconds=settings.run.timeout_seconds), **meeting)
 
 
 class Trainer:
@@ -361,24 +342,6 @@ class Trainer:
         gathered = gather_json((trace.to_json(), memory_in_use(self.device)), self.trainers)
         if self.rank == 0:
             write_step(Path(self.settings.log.folder), gathered, plan)
-
-
-def lasting(settings: Settings, shape: DecoderShape, dtype: torch.dtype) -> dict[str, Any]:
-    """Return settings that must not change on resume, and whose change the tensors' shapes would not reveal."""
-    facts: dict[str, Any] = {"model.tied": shape.tied, "model.rope_theta": shape.rope_theta,
-                             "model.window": list(shape.model.windows),
-                             "run.dtype": str(dtype).removeprefix("torch."), "architecture": architecture(shape.model)}
-    source = "load" if settings.model.load else "config"
-    if settings.model.load or settings.model.config:
-        scaling = None if shape.rope_scaling is None else asdict(shape.rope_scaling)
-        return facts | {f"model.{source}'s norm_eps": shape.norm_eps, f"model.{source}'s rope_scaling": scaling}
-    return facts | {"model.name": settings.model.name}
-
-
-def architecture(model: ModelShape) -> str:
-    """Name the sizes of a decoder, to tell another one's checkpoints from this one's."""
-    return (f"{model.num_layers} layers, hidden {model.hidden}, feed-forward {model.ffn}, {model.num_heads} heads, "
-            f"{model.num_kv_heads} KV heads, head_dim {model.head_dim}, vocab {model.vocab}")
 
 
 def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:

@@ -90,7 +90,8 @@ def group_timeouts(settings: Settings) -> int:
     import torch
     from torch.distributed import distributed_c10d
 
-    from distca.train.trainer import Trainer, start_group
+    from distca.train.groups import start_group
+    from distca.train.trainer import Trainer
 
     start_group(settings, torch.device("cpu"), this_rank().local_world)
     trainer = Trainer(settings, torch.device("cpu"))
@@ -175,9 +176,10 @@ def live_memory(settings: Settings) -> int:
     import torch
 
     from distca.train import trainer as training
+    from distca.train.groups import start_group
 
     kept: list[Any] = []
-    training.start_group(settings, torch.device("cpu"), this_rank().local_world)
+    start_group(settings, torch.device("cpu"), this_rank().local_world)
     trainer = training.Trainer(settings, torch.device("cpu"))
     run_step = trainer.forward_backward
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from itertools import accumulate, combinations
 from typing import Any
@@ -21,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distca.planning.schedule import layers_of_stages
 from distca.runtime.transport import C10dPointToPoint
+from distca.spec import ModelShape
 from distca.train.model.decoder import Decoder, Segment
 from distca.train.model.huggingface import load_hf
 from distca.train.model.parallel import parallelize
@@ -119,3 +121,21 @@ def learning_rate(step: int, settings: Settings) -> float:
     progress = (step - chosen.warmup_steps) / max(1, settings.run.steps - chosen.warmup_steps)
     cosine = 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))
     return chosen.lr * (chosen.min_lr_ratio + (1.0 - chosen.min_lr_ratio) * cosine)
+
+
+def lasting(settings: Settings, shape: DecoderShape, dtype: torch.dtype) -> dict[str, Any]:
+    """Return settings that must not change on resume, and whose change the tensors' shapes would not reveal."""
+    facts: dict[str, Any] = {"model.tied": shape.tied, "model.rope_theta": shape.rope_theta,
+                             "model.window": list(shape.model.windows),
+                             "run.dtype": str(dtype).removeprefix("torch."), "architecture": architecture(shape.model)}
+    source = "load" if settings.model.load else "config"
+    if settings.model.load or settings.model.config:
+        scaling = None if shape.rope_scaling is None else asdict(shape.rope_scaling)
+        return facts | {f"model.{source}'s norm_eps": shape.norm_eps, f"model.{source}'s rope_scaling": scaling}
+    return facts | {"model.name": settings.model.name}
+
+
+def architecture(model: ModelShape) -> str:
+    """Name the sizes of a decoder, to tell another one's checkpoints from this one's."""
+    return (f"{model.num_layers} layers, hidden {model.hidden}, feed-forward {model.ffn}, {model.num_heads} heads, "
+            f"{model.num_kv_heads} KV heads, head_dim {model.head_dim}, vocab {model.vocab}")
