@@ -47,7 +47,8 @@ class RollCall:
             raise TransportError(f"rank {rank} does not reach rank 0 at {address}:{port} within {timeout_seconds:g} s; "
                                  f"start it, or check MASTER_ADDR and the firewall ({first_line(error)})") from None
         self.name = f"rank {rank}"                               # with its host, once that is known
-        self.count, self.what, self.since = 0, "its start", time.monotonic()
+        self.count = -1
+        self.step("its start")
         self._closed, self._ending = threading.Event(), threading.Lock()
         threading.Thread(target=self._watch, name="distca-roll-call", daemon=True).start()
 
