@@ -16,9 +16,9 @@ import torch
 
 from distca.runtime.transport import links as module
 from distca.runtime.transport.links import CHALLENGE_BYTES, HEAD, Link, Links
-from distca.runtime.transport.nixl import MAX_PAYLOAD, memory_for
+from distca.runtime.transport.nixl import MAX_PAYLOAD, RegisteredMemory, memory_for
 from distca.validation import UserError
-from tests.support.pools import LINKS
+from tests.support.pools import LINKS, NEEDS_NIXL
 from tests.support.sockets import lose_packets
 
 SECRET = b"what both ends know"
@@ -70,6 +70,25 @@ def test_messages_arrive_whole_and_in_order(two: tuple[End, End, Link]) -> None:
         else:
             assert content is not None and torch.equal(content.view(payload.dtype), payload)
     assert one.links.memory is None or 0 < len(one.links.memory.blocks) <= 4
+
+
+@NEEDS_NIXL
+def test_a_payload_for_which_no_memory_can_be_registered_goes_over_tcp(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*args: Any) -> Any:
+        raise RuntimeError("no room")
+
+    with ends(SECRET, SECRET, links="nixl") as (one, other):
+        link = one.links.connect(other.links.address)
+        monkeypatch.setattr(RegisteredMemory, "_register", fails)
+        link.send({"kind": "a"}, torch.arange(7.0))
+        monkeypatch.undo()
+        link.send({"kind": "b"}, torch.arange(3.0))
+        for size in (7, 3):
+            payload = other.arrived.get(timeout=WAIT_SECONDS)[2]
+            assert payload is not None and torch.equal(payload.view(torch.float32), torch.arange(float(size)))
+    assert "sent a payload of 28 bytes to rank -1 over TCP: memory cannot be registered (no room)" in caplog.text
 
 
 def test_both_directions_at_once(two: tuple[End, End, Link]) -> None:

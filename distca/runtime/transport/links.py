@@ -76,12 +76,13 @@ class Link:
             return
         if payload is not None and payload.nbytes and memory is not None and payload.device.type == memory.device.type:
             try:
-                message, payload = {**message, EXPOSED: memory.expose(self, payload)}, None
+                exposed = memory.expose(self, payload)
             except ConnectionError as error:
-                LOG.warning("dropped the connection to rank %d: %s", self.peer, error)
-                return self.close()
-            self._links.wake()
-        elif payload is not None:
+                LOG.warning("sent a payload of %d bytes to rank %d over TCP: %s", payload.nbytes, self.peer, error)
+            else:
+                message, payload = {**message, EXPOSED: exposed}, None
+                self._links.wake()
+        if payload is not None:
             payload = payload.cpu()
         text = json.dumps(message).encode()
         parts = [memoryview(HEAD.pack(len(text), 0 if payload is None else payload.nbytes) + text)]
