@@ -27,6 +27,7 @@ from distca.runtime.prepared import LRU, digest
 from distca.runtime.transport import TransportError
 from distca.runtime.transport.links import Address, Link, Links
 from distca.runtime.transport.nixl import memory_for
+from distca.validation import UserError
 
 PATIENCE_FACTOR = 20.0      # times its predicted seconds that a role may take
 UNMEASURED_SECONDS = 60.0   # that a role may take before any has been measured: kernels are loaded and compiled
@@ -101,12 +102,25 @@ class ServerPool:
         """Connect to the other training ranks, which must be in rank order."""
         self.peers = list(peers)
         for peer in peers[:self.rank]:
-            link = self._links.connect((peer.host, peer.port), seconds)
+            link = self._connect(peer, time.monotonic() + seconds)
             link.peer = peer.rank
             with self.changed:
                 self.links[peer.rank] = link
             link.send({"kind": "trainer", "rank": self.rank})
         self._wait_for(lambda: len(self.links) >= len(peers) - 1, seconds)
+
+    def _connect(self, peer: Peer, deadline: float) -> Link:
+        """Connect to a training rank, which turns some away while many come at once."""
+        while True:
+            try:
+                return self._links.connect((peer.host, peer.port))
+            except OSError as error:
+                why = f"rank {self.rank} cannot connect to rank {peer.rank} at {peer.host}:{peer.port}: {error}"
+                if isinstance(error, PermissionError):
+                    raise UserError(f"{why}; all ranks need the same one (DISTCA_SECRET)") from None
+                if time.monotonic() > deadline:
+                    raise TransportError(f"{why}; attention.listen names an address that the others reach") from None
+            time.sleep(POLL_SECONDS)
 
     def wait_for_servers(self, count: int, seconds: float) -> bool:
         """Wait until as many servers have joined; return whether they did in time."""
@@ -321,7 +335,7 @@ class ServerPool:
             view = self.coordinator.lost(int(message["rank"]))
             why = f"rank {message['rank']} {message['why']}"
             if view is not None:
-                LOG.warning("server %s; %d servers are left", why, len(view.members))
+                LOG.warning("server %s; servers left: %d", why, len(view.members))
         elif kind == "leave":
             view, why = self.coordinator.lost(sender), f"rank {sender} left"
             LOG.info("server rank %d leaves", sender)

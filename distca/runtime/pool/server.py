@@ -52,7 +52,7 @@ class Server:
                 address = self.find()
                 joined = self._session.join(address)
             except OSError as error:
-                joined, why = False, str(error)
+                joined, why = False, str(error) or type(error).__name__
             except UserError:
                 self._session.close()
                 raise
@@ -61,6 +61,8 @@ class Server:
                 self._session.serve()
                 self.served += self._session.served
                 deadline, why = time.monotonic() + self.patience_seconds, "the run let it go"
+                if not (self._session.is_over or self.leaving):
+                    LOG.info("server rank %d was let go and joins again", self._session.rank)
             self._session.close()
             if self._session.is_over:
                 return self.served
