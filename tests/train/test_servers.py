@@ -150,6 +150,8 @@ def test_the_command_serves_a_run_and_leaves_it(tmp_path: Path) -> None:
         said = run.communicate(timeout=WAIT_SECONDS)[1]
     assert run.returncode == 0 and "Traceback" not in said
     assert not (log / "secret").exists() and sum(logged(log, "faults")) == 0
+    listing = json.loads((log / "members.json").read_text())
+    assert [one["state"] for one in listing["members"]] == ["left", "left"] and "join" not in listing
 
 
 @pytest.mark.slow
@@ -256,6 +258,8 @@ def test_secrets_are_long_and_their_files_private(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"can be read by others; run: chmod 600"):
         read_secret(path)
     path.chmod(0o600)
+    with pytest.raises(UserError, match=r"where there is no file; a run has one.*only while it runs"):
+        read_secret(tmp_path / "gone")
     assert read_secret(path) == b"y" * 16 == secret_in({"DISTCA_SECRET": "y" * 16})
     with pytest.raises(UserError, match=r"attention.listen is 'host:x'; give an address"):
         listens_at("host:x", {})
