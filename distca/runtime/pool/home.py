@@ -107,7 +107,15 @@ class ServerPool:
             with self.changed:
                 self.links[peer.rank] = link
             link.send({"kind": "trainer", "rank": self.rank})
-        self._wait_for(lambda: len(self.links) >= len(peers) - 1, seconds)
+        if not self._wait_for(lambda: self.has_met, seconds):
+            lacking = [peer.rank for peer in peers if peer.rank != self.rank and peer.rank not in self.links]
+            raise TransportError(self.failed or f"rank {self.rank}: ranks {lacking} have not connected within "
+                                 f"{seconds:g} s; attention.listen names an address that they reach")
+
+    @property
+    def has_met(self) -> bool:
+        """Whether all training ranks are here, to whom views can be sent."""
+        return bool(self.peers) and all(peer.rank in self.links for peer in self.peers if peer.rank != self.rank)
 
     def _connect(self, peer: Peer, deadline: float) -> Link:
         """Connect to a training rank, which turns some away while many come at once."""
@@ -248,9 +256,9 @@ class ServerPool:
             self.changed.notify_all()
 
     def _admit(self, link: Link, message: Message) -> None:
-        """Rank 0 gives a new server a rank and the addresses of its homes."""
+        """Rank 0 gives a new server a rank and the addresses of its homes, once the training ranks have met."""
         with self.changed:
-            if self.rank != 0 or self.closing:
+            if self.rank != 0 or self.closing or not self.has_met:
                 link.close()
                 return
             member = self.coordinator.admit(str(message["host"]), int(message["pid"]), int(message["wish"]))
