@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import platform
+import re
 import signal
 import socket
 import tempfile
@@ -36,6 +37,7 @@ from distca.validation import UserError, read_text
 SECRET_FILE = "secret"             # in the run's folder, readable by its owner alone
 MEMBERS_FILE = "members.json"
 LEAST_SECRET = 16                  # characters
+MAX_PORT = 65_535
 WAIT_FOR_SERVERS_SECONDS = 120.0
 STORE_KEY = "distca/join/{}"        # the number of restarts before
 LOG = logging.getLogger("distca")
@@ -91,12 +93,14 @@ def open_pool(
 def listens_at(listen: str, environ: Mapping[str, str]) -> Address:
     """Return where this training rank listens: at `listen`, else at its own address towards the launcher's host."""
     host, _, port = listen.partition(":")
-    if not host:
+    if not listen:
         return local_address(environ.get("MASTER_ADDR", "127.0.0.1"))
-    if port and not port.isdecimal():
-        raise UserError(f"attention.listen is {listen!r}; give an address such as 10.0.0.7, or 10.0.0.7:29600")
     rank = int(environ.get("RANK", "0"))
-    return host, int(port) + rank if port and int(port) else 0
+    at = int(port) + rank if port.isdecimal() and int(port) else 0
+    if not re.fullmatch(r"[^:\s]+(:\d+)?", listen) or at > MAX_PORT:
+        raise UserError(f"attention.listen is {listen!r}; give an IPv4 address or a host's name, such as 10.0.0.7, or "
+                        f"10.0.0.7:29600, with a port that plus the rank is at most {MAX_PORT}")
+    return host, at
 
 
 def serve(settings: Settings, device: torch.device, secret: bytes, find: Callable[[], Address], wish: int = -1) -> int:

@@ -7,6 +7,7 @@ computes with one thread on tensors of the same shapes and offsets.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import socket
@@ -261,5 +262,9 @@ def test_secrets_are_long_and_their_files_private(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"where there is no file; a run has one.*only while it runs"):
         read_secret(tmp_path / "gone")
     assert read_secret(path) == b"y" * 16 == secret_in({"DISTCA_SECRET": "y" * 16})
-    with pytest.raises(UserError, match=r"attention.listen is 'host:x'; give an address"):
-        listens_at("host:x", {})
+
+
+@pytest.mark.parametrize("listen", ["host:x", ":29600", "::1", "[::1]:29600", "host:", "host:65535", "a b"])
+def test_addresses_at_which_ranks_cannot_listen(listen: str) -> None:
+    with pytest.raises(UserError, match=f"attention.listen is {re.escape(repr(listen))}; give an IPv4 address"):
+        listens_at(listen, {"RANK": "1"})
