@@ -8,6 +8,7 @@ thread of their own in the homes, because another home may wait for them while t
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import socket
@@ -92,6 +93,7 @@ class ServerPool:
         self.changed = threading.Condition(threading.RLock())
         self.runner = Runner(self.homes, shape.num_roles, self.post, device=device, kernel=kernel)
         self._roles_thread: threading.Thread | None = None       # runs roles, if no server does
+        self._ends = threading.Event()                           # for that thread
         self._threads = torch.get_num_threads()                  # per thread, and results depend on the number
         memory = memory_for(links, self.runner.device, listen)
         self._links = Links(secret, self._receive, self._closed, listen=listen)
@@ -184,7 +186,16 @@ class ServerPool:
         self.runner.offered.put(None)
         if self._roles_thread is not None:                       # Python aborts if it ends while a thread is in torch
             self._roles_thread.join(max(deadline - time.monotonic(), 0.0))
+            if not self._roles_thread.is_alive():
+                atexit.unregister(self._end_roles)
         self._links.close()
+
+    def _end_roles(self) -> None:
+        """End the thread of roles after the role that it runs now: the program ends, perhaps by an error in a call."""
+        self._ends.set()
+        self.runner.offered.put(None)
+        if self._roles_thread is not None:
+            self._roles_thread.join()
 
     def post(self, rank: int, message: Message, payload: torch.Tensor | None) -> None:
         """Send a message to a process, which may be this one; what is sent to a lost one is lost."""
@@ -365,6 +376,7 @@ class ServerPool:
         if self._roles_thread is None:
             self._roles_thread = threading.Thread(target=self._run_roles, name="distca-roles", daemon=True)
             self._roles_thread.start()
+            atexit.register(self._end_roles)
         self.runner.offer(sender, message, payload)
 
     def _run_roles(self) -> None:
@@ -372,7 +384,7 @@ class ServerPool:
         if self.runner.device.type == "cuda":
             torch.cuda.set_device(self.runner.device)
         try:
-            while self.runner.run_next():
+            while not self._ends.is_set() and self.runner.run_next():
                 pass
         except Exception as error:
             with self.changed:
