@@ -99,6 +99,7 @@ class ServerPool:
         self._links = Links(secret, self._receive, self._closed, listen=listen)
         self._links.memory = memory
         self.peer = Peer(rank, *self._links.address, os.getpid())
+        atexit.register(self._end_roles)
 
     def meet(self, peers: Sequence[Peer], seconds: float) -> None:
         """Connect to the other training ranks, which must be in rank order."""
@@ -186,8 +187,8 @@ class ServerPool:
         self.runner.offered.put(None)
         if self._roles_thread is not None:                       # Python aborts if it ends while a thread is in torch
             self._roles_thread.join(max(deadline - time.monotonic(), 0.0))
-            if not self._roles_thread.is_alive():
-                atexit.unregister(self._end_roles)
+        if self._roles_thread is None or not self._roles_thread.is_alive():
+            atexit.unregister(self._end_roles)
         self._links.close()
 
     def _end_roles(self) -> None:
@@ -376,7 +377,6 @@ class ServerPool:
         if self._roles_thread is None:
             self._roles_thread = threading.Thread(target=self._run_roles, name="distca-roles", daemon=True)
             self._roles_thread.start()
-            atexit.register(self._end_roles)
         self.runner.offer(sender, message, payload)
 
     def _run_roles(self) -> None:
