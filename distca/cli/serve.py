@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Annotated
@@ -37,6 +38,8 @@ def serve_command(
     from distca.runtime.transport import TransportError
     from distca.train.servers import leave_on_signals, read_secret, secret_in
 
+    logging.basicConfig(format="%(message)s")                    # when it joins, and when the run lets it go
+    logging.getLogger("distca").setLevel(logging.INFO)
     secret = secret_in(os.environ) if secret_file is None else read_secret(secret_file)
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device is 'cuda' but torch finds no GPU here; give cpu or auto")

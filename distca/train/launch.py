@@ -26,6 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from secrets import token_hex
@@ -197,7 +198,12 @@ class _LocalRanks:
         report, reporter = context.Pipe(duplex=False)
         process = context.Process(target=_rank, name=f"rank {rank}", args=(
             self.settings, self.main, RankEnv(rank, world, rank, world, "127.0.0.1", port), self.restarts, reporter))
-        process.start()
+        resource_tracker.ensure_running()                        # its start, else the process's, unblocks signals
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a terminal's, until the rank ignores it
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         reporter.close()
         self.processes[rank], self.reports[rank] = process, report
         self.ended.pop(rank, None)
@@ -308,6 +314,7 @@ class _LocalRanks:
 def _rank(settings: Settings, main: Main, env: RankEnv, count: int, reporter: Connection) -> None:
     """Run one local rank; it sends its failure to the launcher and ends with the launcher."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # terminals send Ctrl-C to all; the launcher sends SIGTERM instead
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # for those who handle it
     _end_with_launcher()
     quiet_torch()
     os.environ.update(env.environment(), TORCHELASTIC_USE_AGENT_STORE="True",

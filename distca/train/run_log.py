@@ -77,7 +77,7 @@ class StepRecord:
     repeated_steps: int | None = None  # logged before a restart and computed again after it
     servers: int | None = None  # dedicated servers that take part, if plans have roles for any
     faults: int | None = None  # dedicated servers that were lost
-    repeated_tasks: int | None = None  # tasks that rank 0's tokens needed and that were sent to another server
+    repeated_tasks: int | None = None  # tasks in roles whose inputs rank 0 sent again, to another server
     fault_seconds: float | None = None  # from the last sign of life of a lost server to the results that it owed
 
 

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import platform
+import re
 import signal
 import socket
 import tempfile
@@ -36,6 +37,7 @@ from distca.validation import UserError, read_text
 SECRET_FILE = "secret"             # in the run's folder, readable by its owner alone
 MEMBERS_FILE = "members.json"
 LEAST_SECRET = 16                  # characters
+MAX_PORT = 65_535
 WAIT_FOR_SERVERS_SECONDS = 120.0
 STORE_KEY = "distca/join/{}"        # the number of restarts before
 LOG = logging.getLogger("distca")
@@ -53,6 +55,9 @@ def secret_in(environ: Mapping[str, str]) -> bytes:
 
 def read_secret(path: Path) -> bytes:
     """Return the secret in a file, which others must not be able to read."""
+    if not path.is_file():
+        raise UserError(f"secret-file is {str(path)!r}, where there is no file; a run has one, {SECRET_FILE!r} in its "
+                        "folder, only while it runs")
     if path.stat().st_mode & 0o077:
         raise UserError(f"{path} can be read by others; run: chmod 600 {path}")
     return secret_in({SECRET: read_text(path, 4096).strip()})
@@ -88,12 +93,14 @@ def open_pool(
 def listens_at(listen: str, environ: Mapping[str, str]) -> Address:
     """Return where this training rank listens: at `listen`, else at its own address towards the launcher's host."""
     host, _, port = listen.partition(":")
-    if not host:
+    if not listen:
         return local_address(environ.get("MASTER_ADDR", "127.0.0.1"))
-    if port and not port.isdecimal():
-        raise UserError(f"attention.listen is {listen!r}; give an address such as 10.0.0.7, or 10.0.0.7:29600")
     rank = int(environ.get("RANK", "0"))
-    return host, int(port) + rank if port and int(port) else 0
+    at = int(port) + rank if port.isdecimal() and int(port) else 0
+    if not re.fullmatch(r"[^:\s]+(:\d+)?", listen) or at > MAX_PORT:
+        raise UserError(f"attention.listen is {listen!r}; give an IPv4 address or a host's name, such as 10.0.0.7, or "
+                        f"10.0.0.7:29600, with a port that plus the rank is at most {MAX_PORT}")
+    return host, at
 
 
 def serve(settings: Settings, device: torch.device, secret: bytes, find: Callable[[], Address], wish: int = -1) -> int:
@@ -154,7 +161,7 @@ class MembersFile:
     def __init__(self, folder: Path, people: list[tuple[int, str]], pool: ServerPool | None) -> None:
         self.path, self.people, self.pool = folder / MEMBERS_FILE, people, pool
         self.gone: list[dict[str, Any]] = []                     # servers that were lost or left
-        self.before = View(0, (), ())
+        self.before, self.trains = View(0, (), ()), True
         if pool is None:
             return self.write(self.before, "")
         write_atomically(folder / SECRET_FILE, pool.secret.decode() + "\n", 0o600)
@@ -166,18 +173,23 @@ class MembersFile:
         self.gone += [self._server(one, "left" if reason == "leave" else "lost") for one in self.before.members
                       if view.member(one.rank) is None]
         self.before = view
-        trainers = [{"role": "trainer", "rank": rank, "pid": pid, "host": host, "state": "training"}
+        state = "training" if self.trains else "left"
+        trainers = [{"role": "trainer", "rank": rank, "pid": pid, "host": host, "state": state}
                     for rank, (pid, host) in enumerate(self.people)]
         content: dict[str, Any] = {"members": [
             *trainers, *(self._server(one, "serving") for one in view.members), *self.gone]}
-        if self.pool is not None:
+        if self.pool is not None and self.trains:
             content["join"] = f"{self.pool.peer.host}:{self.pool.peer.port}"
         write_atomically(self.path, json.dumps(content, indent=1) + "\n")
 
     def close(self) -> None:
-        """Take away the secret, which is worth nothing after the run."""
+        """Everybody leaves. Take away the secret, which is worth nothing after the run."""
+        self.trains = False
         if self.pool is not None:
             self.path.with_name(SECRET_FILE).unlink(missing_ok=True)
+            with self.pool.changed:
+                self.pool.on_change = None
+        self.write(View(self.before.epoch, (), ()), "leave")
 
     @staticmethod
     def _server(one: Any, state: str) -> dict[str, Any]:

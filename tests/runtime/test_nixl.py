@@ -81,6 +81,31 @@ def test_what_is_exposed_to_a_link_that_has_ended_holds_no_block() -> None:
     assert not mine.held and here not in mine.blocks[0].known
 
 
+def fails(*args: Any) -> Any:
+    raise RuntimeError("NIXL_ERR_BACKEND")
+
+
+@NEEDS_NIXL
+def test_an_agent_that_registers_no_memory_any_more_is_replaced_at_both_ends() -> None:
+    """As after a reset of its connection to itself. What it has registered is read on; links and names stay."""
+    (mine, theirs), here, there = memories(2), End(), End()
+    first = mine.expose(here, torch.arange(1000))
+    assert torch.equal(whole(theirs, there, first, mine.progress).view(torch.int64), torch.arange(1000))
+    for memory in (mine, theirs):
+        memory.agents[-1].register_memory = fails
+    second = mine.expose(here, torch.arange(20_000))             # the first one is held
+    assert torch.equal(whole(theirs, there, second, mine.progress).view(torch.int64), torch.arange(20_000))
+    mine.taken(here, first[0])
+    again = mine.expose(here, torch.arange(5))
+    assert again[0] == first[0] and again[-1] == "", "the old agent's block, which the other end knows"
+    assert torch.equal(whole(theirs, there, again, mine.progress).view(torch.int64), torch.arange(5))
+    assert len(mine.agents) == 2 and len(theirs.agents) == 1, "who has no block is not kept"
+    theirs.forget(there)
+    assert not theirs._names and not theirs._told
+    for memory in (mine, theirs):
+        memory.close()
+
+
 def exposes(end: Connection) -> None:
     memory = RegisteredMemory(CPU, on_loopback=True)
     end.send(memory.expose(End(), torch.arange(1000)))

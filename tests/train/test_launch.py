@@ -1,6 +1,7 @@
 """Ranks start together, find each other and end together, whoever launched them."""
 
 import json
+import multiprocessing
 import os
 import pty
 import signal
@@ -139,6 +140,29 @@ def test_signals_reach_the_ranks(settings: Settings, tmp_path: Path,
     assert not _is_running(said["pid"])
     assert ("did not stop in time" in capfd.readouterr().err) is (main == "never_stop")
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.multiprocess
+def test_a_rank_that_starts_heeds_no_ctrl_c(
+    settings: Settings, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A terminal's goes to all processes, also to one that is importing its modules: no traceback of that."""
+    sent, ended = list[int](), threading.Event()
+
+    def disturb() -> None:
+        while not _said(tmp_path) and not ended.wait(0.02):
+            for child in multiprocessing.active_children():
+                os.kill(child.pid or 0, signal.SIGINT)
+                sent.append(child.pid or 0)
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    try:
+        assert launch(settings.with_values({"run.ranks": 1}), mains.meet) == 0
+    finally:
+        ended.set()
+        thread.join()
+    assert len(sent) > 3 and "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.multiprocess

@@ -7,6 +7,7 @@ computes with one thread on tensors of the same shapes and offsets.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import socket
@@ -150,6 +151,8 @@ def test_the_command_serves_a_run_and_leaves_it(tmp_path: Path) -> None:
         said = run.communicate(timeout=WAIT_SECONDS)[1]
     assert run.returncode == 0 and "Traceback" not in said
     assert not (log / "secret").exists() and sum(logged(log, "faults")) == 0
+    listing = json.loads((log / "members.json").read_text())
+    assert [one["state"] for one in listing["members"]] == ["left", "left"] and "join" not in listing
 
 
 @pytest.mark.slow
@@ -256,6 +259,12 @@ def test_secrets_are_long_and_their_files_private(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"can be read by others; run: chmod 600"):
         read_secret(path)
     path.chmod(0o600)
+    with pytest.raises(UserError, match=r"where there is no file; a run has one.*only while it runs"):
+        read_secret(tmp_path / "gone")
     assert read_secret(path) == b"y" * 16 == secret_in({"DISTCA_SECRET": "y" * 16})
-    with pytest.raises(UserError, match=r"attention.listen is 'host:x'; give an address"):
-        listens_at("host:x", {})
+
+
+@pytest.mark.parametrize("listen", ["host:x", ":29600", "::1", "[::1]:29600", "host:", "host:65535", "a b"])
+def test_addresses_at_which_ranks_cannot_listen(listen: str) -> None:
+    with pytest.raises(UserError, match=f"attention.listen is {re.escape(repr(listen))}; give an IPv4 address"):
+        listens_at(listen, {"RANK": "1"})

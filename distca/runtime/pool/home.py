@@ -8,6 +8,7 @@ thread of their own in the homes, because another home may wait for them while t
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import socket
@@ -27,6 +28,7 @@ from distca.runtime.prepared import LRU, digest
 from distca.runtime.transport import TransportError
 from distca.runtime.transport.links import Address, Link, Links
 from distca.runtime.transport.nixl import memory_for
+from distca.validation import UserError
 
 PATIENCE_FACTOR = 20.0      # times its predicted seconds that a role may take
 UNMEASURED_SECONDS = 60.0   # that a role may take before any has been measured: kernels are loaded and compiled
@@ -91,22 +93,45 @@ class ServerPool:
         self.changed = threading.Condition(threading.RLock())
         self.runner = Runner(self.homes, shape.num_roles, self.post, device=device, kernel=kernel)
         self._roles_thread: threading.Thread | None = None       # runs roles, if no server does
+        self._ends = threading.Event()                           # for that thread
         self._threads = torch.get_num_threads()                  # per thread, and results depend on the number
         memory = memory_for(links, self.runner.device, listen)
         self._links = Links(secret, self._receive, self._closed, listen=listen)
         self._links.memory = memory
         self.peer = Peer(rank, *self._links.address, os.getpid())
+        atexit.register(self._end_roles)
 
     def meet(self, peers: Sequence[Peer], seconds: float) -> None:
         """Connect to the other training ranks, which must be in rank order."""
         self.peers = list(peers)
         for peer in peers[:self.rank]:
-            link = self._links.connect((peer.host, peer.port), seconds)
+            link = self._connect(peer, time.monotonic() + seconds)
             link.peer = peer.rank
             with self.changed:
                 self.links[peer.rank] = link
             link.send({"kind": "trainer", "rank": self.rank})
-        self._wait_for(lambda: len(self.links) >= len(peers) - 1, seconds)
+        if not self._wait_for(lambda: self.has_met, seconds):
+            lacking = [peer.rank for peer in peers if peer.rank != self.rank and peer.rank not in self.links]
+            raise TransportError(self.failed or f"rank {self.rank}: ranks {lacking} have not connected within "
+                                 f"{seconds:g} s; attention.listen names an address that they reach")
+
+    @property
+    def has_met(self) -> bool:
+        """Whether all training ranks are here, to whom views can be sent."""
+        return bool(self.peers) and all(peer.rank in self.links for peer in self.peers if peer.rank != self.rank)
+
+    def _connect(self, peer: Peer, deadline: float) -> Link:
+        """Connect to a training rank, which turns some away while many come at once."""
+        while True:
+            try:
+                return self._links.connect((peer.host, peer.port))
+            except OSError as error:
+                why = f"rank {self.rank} cannot connect to rank {peer.rank} at {peer.host}:{peer.port}: {error}"
+                if isinstance(error, PermissionError):
+                    raise UserError(f"{why}; all ranks need the same one (DISTCA_SECRET)") from None
+                if time.monotonic() > deadline:
+                    raise TransportError(f"{why}; attention.listen names an address that the others reach") from None
+            time.sleep(POLL_SECONDS)
 
     def wait_for_servers(self, count: int, seconds: float) -> bool:
         """Wait until as many servers have joined; return whether they did in time."""
@@ -162,7 +187,16 @@ class ServerPool:
         self.runner.offered.put(None)
         if self._roles_thread is not None:                       # Python aborts if it ends while a thread is in torch
             self._roles_thread.join(max(deadline - time.monotonic(), 0.0))
+        if self._roles_thread is None or not self._roles_thread.is_alive():
+            atexit.unregister(self._end_roles)
         self._links.close()
+
+    def _end_roles(self) -> None:
+        """End the thread of roles after the role that it runs now: the program ends, perhaps by an error in a call."""
+        self._ends.set()
+        self.runner.offered.put(None)
+        if self._roles_thread is not None:
+            self._roles_thread.join()
 
     def post(self, rank: int, message: Message, payload: torch.Tensor | None) -> None:
         """Send a message to a process, which may be this one; what is sent to a lost one is lost."""
@@ -234,9 +268,9 @@ class ServerPool:
             self.changed.notify_all()
 
     def _admit(self, link: Link, message: Message) -> None:
-        """Rank 0 gives a new server a rank and the addresses of its homes."""
+        """Rank 0 gives a new server a rank and the addresses of its homes, once the training ranks have met."""
         with self.changed:
-            if self.rank != 0 or self.closing:
+            if self.rank != 0 or self.closing or not self.has_met:
                 link.close()
                 return
             member = self.coordinator.admit(str(message["host"]), int(message["pid"]), int(message["wish"]))
@@ -321,7 +355,7 @@ class ServerPool:
             view = self.coordinator.lost(int(message["rank"]))
             why = f"rank {message['rank']} {message['why']}"
             if view is not None:
-                LOG.warning("server %s; %d servers are left", why, len(view.members))
+                LOG.warning("server %s; servers left: %d", why, len(view.members))
         elif kind == "leave":
             view, why = self.coordinator.lost(sender), f"rank {sender} left"
             LOG.info("server rank %d leaves", sender)
@@ -350,7 +384,7 @@ class ServerPool:
         if self.runner.device.type == "cuda":
             torch.cuda.set_device(self.runner.device)
         try:
-            while self.runner.run_next():
+            while not self._ends.is_set() and self.runner.run_next():
                 pass
         except Exception as error:
             with self.changed:

@@ -6,6 +6,7 @@ computed elsewhere. If it still runs, it notices, forgets everything, and joins 
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import platform
@@ -39,12 +40,22 @@ class Server:
         self.wish, self.patience_seconds, self.served = wish, patience_seconds, 0
         self.leaving = False
         self._session: _Session | None = None
+        self._thread: threading.Thread | None = None             # the one that runs
 
     def run(self) -> int:
         """Serve until the run ends or this server was asked to leave; return the number of forward roles served.
 
         A run that cannot be joined for `patience_seconds` raises a TransportError.
         """
+        self._thread = threading.current_thread()
+        if self._thread is not threading.main_thread():
+            atexit.register(self._end)
+        try:
+            return self._join_and_serve()
+        finally:
+            atexit.unregister(self._end)
+
+    def _join_and_serve(self) -> int:
         deadline, why = time.monotonic() + self.patience_seconds, ""
         while not self.leaving:
             self._session = _Session(self)
@@ -52,7 +63,7 @@ class Server:
                 address = self.find()
                 joined = self._session.join(address)
             except OSError as error:
-                joined, why = False, str(error)
+                joined, why = False, str(error) or type(error).__name__
             except UserError:
                 self._session.close()
                 raise
@@ -61,6 +72,8 @@ class Server:
                 self._session.serve()
                 self.served += self._session.served
                 deadline, why = time.monotonic() + self.patience_seconds, "the run let it go"
+                if not (self._session.is_over or self.leaving):
+                    LOG.info("server rank %d was let go and joins again", self._session.rank)
             self._session.close()
             if self._session.is_over:
                 return self.served
@@ -76,6 +89,14 @@ class Server:
         self.leaving = True
         if self._session is not None:
             self._session.wake()
+
+    def _end(self) -> None:
+        """End after the role that runs now: Python, which is ending, aborts if a thread is in torch then."""
+        self.leaving = True
+        if self._session is not None:
+            self._session.end()
+        if self._thread is not None:
+            self._thread.join()
 
 
 class _Session:
@@ -191,13 +212,13 @@ class _Session:
             if kind == "released":
                 self.wake()
             if kind == "bye":
-                self._end()
+                self.end()
 
     def _closed(self, link: Link) -> None:
         """A lost connection ends this membership."""
-        self._end()
+        self.end()
 
-    def _end(self) -> None:
+    def end(self) -> None:
         with self.changed:
             self.is_out = True
             self.changed.notify_all()

@@ -76,12 +76,13 @@ class Link:
             return
         if payload is not None and payload.nbytes and memory is not None and payload.device.type == memory.device.type:
             try:
-                message, payload = {**message, EXPOSED: memory.expose(self, payload)}, None
+                exposed = memory.expose(self, payload)
             except ConnectionError as error:
-                LOG.warning("dropped the connection to rank %d: %s", self.peer, error)
-                return self.close()
-            self._links.wake()
-        elif payload is not None:
+                LOG.warning("sent a payload of %d bytes to rank %d over TCP: %s", payload.nbytes, self.peer, error)
+            else:
+                message, payload = {**message, EXPOSED: exposed}, None
+                self._links.wake()
+        if payload is not None:
             payload = payload.cpu()
         text = json.dumps(message).encode()
         parts = [memoryview(HEAD.pack(len(text), 0 if payload is None else payload.nbytes) + text)]
@@ -174,7 +175,7 @@ class Links:
         self.links: set[Link] = set()
         self.memory: RegisteredMemory | None = None              # where payloads are, unless in their messages
         self._added: deque[Link] = deque()
-        self._ends, self._strangers = threading.Event(), threading.Semaphore(MAX_STRANGERS)
+        self._ends, self._strangers, self._dropped = threading.Event(), threading.Semaphore(MAX_STRANGERS), 0
         self._selector = selectors.DefaultSelector()
         self._woken, self._waker = socket.socketpair()
         self._waker.setblocking(False)
@@ -193,15 +194,21 @@ class Links:
         self._thread.start()
 
     def connect(self, address: Address, seconds: float = HANDSHAKE_SECONDS) -> Link:
-        """Connect to a process that listens and knows the secret; raise OSError if there is none."""
-        sock = socket.create_connection(address, timeout=seconds)
+        """Connect to a process that listens and knows the secret; raise OSError if there is none.
+
+        That is a PermissionError if there is one with another secret. One that is busy with strangers closes at once.
+        """
+        sock, proves = socket.create_connection(address, timeout=seconds), False
         try:
             theirs, mine = _receive(sock, CHALLENGE_BYTES), os.urandom(CHALLENGE_BYTES)
+            proves = True
             sock.sendall(mine + self._proof(b"connects", theirs, mine))
             if not hmac.compare_digest(_receive(sock, CHALLENGE_BYTES), self._proof(b"accepts", theirs, mine)):
-                raise ConnectionError(f"{address[0]}:{address[1]} does not know the secret")
-        except OSError:
+                raise ConnectionError
+        except OSError as error:
             sock.close()
+            if proves and isinstance(error, ConnectionError):
+                raise PermissionError("it has another secret, or ended") from None
             raise
         return self._add(sock)
 
@@ -315,7 +322,10 @@ class Links:
             sock.sendall(self._proof(b"accepts", mine, theirs))
             self._add(sock)
         except OSError as error:
-            LOG.warning("dropped a connection that did not prove to know the run's secret (%s)", error)
+            self._dropped += 1
+            if not self._dropped & (self._dropped - 1):          # 1, 2, 4 ...: strangers cannot fill the log
+                LOG.warning("dropped %d connections that did not prove to know the run's secret (the last one: %s)",
+                            self._dropped, error)
             sock.close()
         finally:
             self._strangers.release()

@@ -11,6 +11,9 @@ to anybody, but it writes into nobody's memory.
 its first byte does. The receiver reads the number after the payload: if it is still the one in the message, the payload
 is whole. If it is not, the sender had ended this link, and the receiver ends it too.
 
+**Agents.** If an agent's connection to itself breaks, it registers no memory any more, but what is registered can still
+be read. A new agent then registers what comes, and the peers' metadata is loaded into it again.
+
 Without a thread of its own NIXL works when it is called: by the links' thread, while anything is to be read.
 """
 
@@ -40,6 +43,7 @@ PATIENT_SECONDS = 0.001          # for which it sleeps then
 LINKS = ("tcp", "nixl")          # how payloads go
 EXPOSED, TAKEN = "exposed", "taken"  # a message's key for where its payload is; the kind that says that it was read
 ON_LOOPBACK = {"engine_config": "NET_DEVICES=lo"}
+LOG = logging.getLogger("distca")
 Fetch = Generator[None, None, torch.Tensor]
 
 
@@ -49,6 +53,7 @@ class Block:
 
     number: int
     memory: torch.Tensor
+    agent: Any                   # NIXL's, which registered it
     metadata: str
     holder: Any = None
     known: set[Any] = field(default_factory=set)  # links whose other ends have the metadata
@@ -59,17 +64,17 @@ class RegisteredMemory:
 
     def __init__(self, device: torch.device, *, on_loopback: bool) -> None:
         try:
-            from nixl import nixl_agent, nixl_agent_config, nixl_thread_sync_t
+            import nixl
         except ImportError as error:
             raise UserError(f"links over NIXL need nixl, which cannot be imported ({error}); {to_install('nixl')}, or "
                             "use links 'tcp'") from None
         logging.getLogger("nixl").setLevel(logging.WARNING)
         self.device, self.blocks, self.lock = device, list[Block](), threading.Lock()
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.agent = nixl_agent(secrets.token_hex(8), nixl_agent_config(
-            enable_prog_thread=False, backends=[], sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT))
-        self.agent.create_backend("UCX", ON_LOOPBACK if on_loopback else {})
-        self._names: dict[Any, str] = {}                         # link -> its other end, to NIXL
+        self._nixl, self._options = nixl, ON_LOOPBACK if on_loopback else {}
+        self.agents = [self._new_agent()]                        # the last one registers; others have blocks
+        self._told: dict[Any, dict[int, bytes]] = {}             # link -> its other end's metadata, by block
+        self._names: dict[tuple[Any, Any, int], str] = {}        # agent, link, block -> its owner's name to the agent
         self._fetches: dict[Any, Fetch] = {}                     # link -> the payload of its oldest message
         self._eager_until = 0.0
         self._abandoned: list[tuple[Any, Fetch]] = []            # of links that have ended
@@ -128,9 +133,13 @@ class RegisteredMemory:
                     block.holder = None
         if (fetch := self._fetches.pop(link, None)) is not None:
             self._abandoned.append((link, fetch))
-        elif (name := self._names.pop(link, None)) is not None:
-            with suppress(Exception):                            # it is gone either way
-                self.agent.remove_remote_agent(name)
+        else:
+            self._told.pop(link, None)
+            gone = {key: name for key, name in self._names.items() if key[1] is link}
+            self._names = {key: name for key, name in self._names.items() if key not in gone}
+            for agent, name in {(key[0], name) for key, name in gone.items()}:
+                with suppress(Exception):                        # it is gone either way
+                    agent.remove_remote_agent(name)
 
     def receive(self, link: Any, message: dict[str, Any]) -> torch.Tensor | None:
         """Return the payload of a link's oldest message if it is here; raise ConnectionError if it cannot be read."""
@@ -149,20 +158,23 @@ class RegisteredMemory:
 
         Nobody may use the memory while NIXL writes to it, so a fetch that has begun goes on until it ends.
         """
-        _, stamp, address, num_bytes, place, metadata = about
+        number, stamp, address, num_bytes, place, metadata = about
         if not 0 < num_bytes <= MAX_PAYLOAD:
             raise ValueError(f"a payload of {num_bytes} bytes")
         try:
             if self.stream is not None:
                 torch.cuda.set_device(self.device)               # of this thread
             if metadata:
-                self._names[link] = self.agent.add_remote_agent(base64.b64decode(metadata))
+                self._told.setdefault(link, {})[number] = base64.b64decode(metadata)
             with self._alone():
                 into = torch.empty(HEAD + num_bytes, dtype=torch.uint8, device=self.device)
-            agent, registered = self.agent, self.agent.register_memory(into)
+            with self.lock:
+                agent, registered = self._register(into)
             try:
+                owner = self._owner(agent, link, number)
                 for begin, size in ((HEAD, num_bytes), (0, HEAD)):
-                    yield from self._read(link, into[begin:begin + size], (address + begin, size, max(place, 0)))
+                    yield from self._read(agent, owner, into[begin:begin + size],
+                                          (address + begin, size, max(place, 0)))
             finally:
                 agent.deregister_memory(registered)
             with self._alone():
@@ -175,7 +187,8 @@ class RegisteredMemory:
 
     def progress(self) -> bool:
         """Let NIXL work; return whether it has more to do."""
-        self.agent.get_new_notifs()
+        for agent in self.agents:
+            agent.get_new_notifs()
         for link, fetch in list(self._abandoned):
             if is_over(fetch):
                 self._abandoned.remove((link, fetch))
@@ -186,27 +199,55 @@ class RegisteredMemory:
         """Make sure that nobody takes for a payload what memory holds after this."""
         for block in self.blocks:
             block.memory[:8].zero_()
+            block.agent = None
         if self.stream is not None:
             torch.cuda.synchronize(self.device)
-        del self.agent
+        self.agents.clear()                                      # the last references: NIXL lets go of the memory
+        self._names.clear()
 
     def _new(self, num_bytes: int) -> Block:
         memory = torch.empty(max(num_bytes, LEAST_BLOCK), dtype=torch.uint8, device=self.device)
         try:
-            metadata = self.agent.get_partial_agent_metadata(self.agent.register_memory(memory), True, ["UCX"])
+            agent, registered = self._register(memory)
+            metadata = agent.get_partial_agent_metadata(registered, True, ["UCX"])
         except Exception as error:                               # NIXL's have no base of their own
             raise ConnectionError(f"memory cannot be registered ({error})") from None
-        self.blocks.append(Block(len(self.blocks), memory, base64.b64encode(metadata).decode()))
+        self.blocks.append(Block(len(self.blocks), memory, agent, base64.b64encode(metadata).decode()))
         return self.blocks[-1]
+
+    def _new_agent(self) -> Any:
+        agent = self._nixl.nixl_agent(secrets.token_hex(8), self._nixl.nixl_agent_config(
+            enable_prog_thread=False, backends=[], sync_mode=self._nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT))
+        agent.create_backend("UCX", self._options)
+        return agent
+
+    def _register(self, memory: torch.Tensor) -> tuple[Any, Any]:
+        """Register memory, by a new agent if the last one cannot; the caller holds the lock."""
+        try:
+            return self.agents[-1], self.agents[-1].register_memory(memory)
+        except Exception as error:
+            LOG.warning("NIXL registers no memory any more (%s): a new agent of it does from now on", error)
+            fresh = self._new_agent()
+            registered = fresh.register_memory(memory)
+            self.agents = [*(one for one in self.agents if any(block.agent is one for block in self.blocks)), fresh]
+            return fresh, registered
+
+    def _owner(self, agent: Any, link: Any, number: int) -> str:
+        """Return what an agent calls the owner of a block at the other end of a link."""
+        key = agent, link, number
+        if key not in self._names:
+            self._names[key] = agent.add_remote_agent(self._told[link][number])
+        return self._names[key]
 
     def _alone(self) -> AbstractContextManager[Any]:
         """A stream with no kernels: memory that is allocated on it is used by nobody, also not by waiting kernels."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
-    def _read(self, link: Any, into: torch.Tensor, place: tuple[int, int, int]) -> Generator[None, None, None]:
-        agent = self.agent
+    def _read(
+        self, agent: Any, owner: str, into: torch.Tensor, place: tuple[int, int, int]
+    ) -> Generator[None, None, None]:
         handle = agent.initialize_xfer("READ", agent.get_xfer_descs(into), agent.get_xfer_descs(
-            [place], "DRAM" if self.stream is None else "VRAM"), self._names[link])
+            [place], "DRAM" if self.stream is None else "VRAM"), owner)
         state = agent.transfer(handle)
         while state == "PROC":
             yield

@@ -19,6 +19,28 @@ from distca.validation import UserError
 
 Rule = tuple[Callable[[Settings], object], str]  # whether settings break the rule; the error, with fields in braces
 
+
+def _with_servers(name: str) -> list[Rule]:
+    """What runs with dedicated servers cannot do, nor those with roles for servers that may join."""
+    given = f"{name} is {{{name}}}"
+    return [
+        (lambda s: s.value(name) % s.parallel.tensor,
+         f"{given} but heads are shared by {{parallel.tensor}} ranks (parallel.tensor), each with servers of its own; "
+         "give a multiple of {parallel.tensor}"),
+        (lambda s: s.value(name) and s.attention.mode != "disaggregated",
+         f"{given} but attention.mode is {{attention.mode!r}}, in which the data ranks keep attention to themselves; "
+         f"use 'disaggregated', or set {name} to 0"),
+        (lambda s: s.value(name) and s.attention.state != "resend",
+         f"{given} but attention.state is {{attention.state!r}} and dedicated servers keep nothing; use 'resend'"),
+        (lambda s: s.value(name) and s.attention.ranks_per_node,
+         f"attention.ranks_per_node is {{attention.ranks_per_node}} but {given}, and ranks that only serve exchange in "
+         "one hop; set one of them to 0"),
+        (lambda s: s.value(name) and s.attention.adapt,
+         f"attention.adapt is true but {given}, and ranks that only serve measure nothing; set attention.adapt to "
+         f"false, or {name} to 0"),
+    ]
+
+
 MODEL_AND_RANKS: list[Rule] = [
     (lambda s: s.model.load and s.model.config,
      "model.load is {model.load!r} and model.config is {model.config!r}; give one of them: a loaded model has a "
@@ -30,21 +52,7 @@ MODEL_AND_RANKS: list[Rule] = [
     (lambda s: s.attention.dedicated and s.attention.dedicated >= s.run.ranks,
      "attention.dedicated is {attention.dedicated} but there are {run.ranks} ranks (run.ranks); leave at least one to "
      "train"),
-    (lambda s: s.attention.dedicated % s.parallel.tensor,
-     "attention.dedicated is {attention.dedicated} but heads are shared by {parallel.tensor} ranks (parallel.tensor), "
-     "each with servers of its own; give a multiple of {parallel.tensor}"),
-    (lambda s: s.attention.dedicated and s.attention.mode != "disaggregated",
-     "attention.dedicated is {attention.dedicated} but attention.mode is {attention.mode!r}, in which the data ranks "
-     "keep attention to themselves; use 'disaggregated', or set attention.dedicated to 0"),
-    (lambda s: s.attention.dedicated and s.attention.state != "resend",
-     "attention.dedicated is {attention.dedicated} but attention.state is {attention.state!r} and dedicated servers "
-     "keep nothing; use 'resend'"),
-    (lambda s: s.attention.dedicated and s.attention.ranks_per_node,
-     "attention.ranks_per_node is {attention.ranks_per_node} but attention.dedicated is {attention.dedicated}, and "
-     "ranks that only serve exchange in one hop; set one of them to 0"),
-    (lambda s: s.attention.dedicated and s.attention.adapt,
-     "attention.adapt is true but attention.dedicated is {attention.dedicated}, and ranks that only serve measure "
-     "nothing; set attention.adapt to false, or attention.dedicated to 0"),
+    *(rule for name in ("attention.dedicated", "attention.roles") for rule in _with_servers(name)),
     (lambda s: s.attention.tolerance == "auto" and not s.attention.cost,
      "attention.tolerance is 'auto' but attention.cost is empty; name the latency table by whose seconds it is chosen, "
      "such as h200"),

@@ -22,7 +22,7 @@ from distca.simulate.execute import execute
 from distca.simulate.memory import memory
 from distca.simulate.setting import LEAST_BYTES
 from distca.spec import ModelShape
-from distca.train.settings import Settings
+from distca.train.settings import Settings, num_roles
 from distca.validation import UserError
 
 AUTO = "auto"
@@ -51,7 +51,8 @@ def pipeline_ticks(settings: Settings, model: ModelShape, tied: bool = False) ->
         raise UserError(f"parallel.schedule is {name!r}, which computes weight gradients apart, but model.tile_tokens "
                         f"is {settings.model.tile_tokens} and model.offload {settings.model.offload:g}, which keep no "
                         "inputs for that; set both to 0, or parallel.schedule to 'auto'")
-    for field, value in (("dedicated", settings.attention.dedicated), ("adapt", settings.attention.adapt)):
+    for field in ("dedicated", "roles", "adapt"):
+        value = settings.value(f"attention.{field}")
         if value and not ticks.same_phase:
             raise UserError(f"parallel.schedule is {name!r}, in which attention stays within a stage, but "
                             f"attention.{field} is {value}; set parallel.schedule to 'auto', or attention.{field} to "
@@ -90,7 +91,7 @@ def _fastest(settings: Settings, model: ModelShape, listed: dict[str, Ticks]) ->
 def _is_usable(ticks: Ticks, settings: Settings, model: ModelShape, tied: bool) -> bool:
     """Return whether a stage has all that the order asks of it: the head, servers, and windows that agree."""
     attention = settings.attention
-    if (tied and not ticks.spreads_head) or ((attention.dedicated or attention.adapt) and not ticks.same_phase):
+    if (tied and not ticks.spreads_head) or ((num_roles(settings) or attention.adapt) and not ticks.same_phase):
         return False
     try:
         windows_by_depth(model.layer_windows, layers_of_stages(model.num_layers, ticks.num_parts),

@@ -7,9 +7,11 @@ runs it: see `distca.runtime.pool.protocol`.
 from __future__ import annotations
 
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -19,16 +21,19 @@ from distca.planning.plan import Plan
 from distca.runtime.attention import CoreAttention
 from distca.runtime.pool import home as home_module
 from distca.runtime.pool import server as server_module
-from distca.runtime.pool.home import Faults, ServerPool
+from distca.runtime.pool.home import Faults, PoolShape, ServerPool
+from distca.runtime.pool.protocol import Message
 from distca.runtime.pool.runner import Runner
 from distca.runtime.pool.transport import PoolTransport
-from distca.runtime.transport import LoopbackTransport, LoopbackWorld
+from distca.runtime.transport import LoopbackTransport, LoopbackWorld, TransportError
+from distca.runtime.transport import links as links_module
+from distca.runtime.transport.links import Link
 from distca.spec import ModelShape
 from distca.validation import UserError
 from distca.workload.layout import layout_from_rows
 from tests.support.attention import dense_on_one, from_rows, gradient, qkv_of, random_qkv, row_index
 from tests.support.plans import scattered_plan
-from tests.support.pools import LINKS, USED, server_for, server_pools, start
+from tests.support.pools import CPU, LINKS, MEET_SECONDS, SECRET, USED, server_for, server_pools, start
 
 MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
 HOMES, ROLES, CALLS = 2, 2, 4
@@ -358,6 +363,61 @@ def test_a_home_that_closes_first_has_sent_what_the_others_wait_for(undisturbed:
         outs = LoopbackWorld(HOMES, timeout_seconds=30).run(body)
     if undisturbed[0] is torch.float64:
         assert all(torch.equal(out, row[0]) for out, row in zip(outs, undisturbed[1], strict=True))
+
+
+def test_training_ranks_meet_although_some_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank listens to few at once that have proved nothing yet; with many ranks, that many come at once."""
+    monkeypatch.setattr(links_module, "MAX_STRANGERS", 1)
+    monkeypatch.setattr(links_module, "HANDSHAKE_SECONDS", 0.5)
+    first, second = (ServerPool(PoolShape(2, 1, 1), rank, SECRET, listen=("127.0.0.1", 0), device=CPU)
+                     for rank in range(2))
+    with socket.create_connection((first.peer.host, first.peer.port)), ThreadPoolExecutor(1) as thread:
+        met = thread.submit(first.meet, [first.peer, second.peer], MEET_SECONDS)
+        second.meet([first.peer, second.peer], MEET_SECONDS)
+        met.result()
+    assert [*first.links] == [1] and [*second.links] == [0]
+    for pool in (first, second):
+        pool.close()
+
+
+def test_a_server_that_comes_before_the_training_ranks_have_met_joins_afterwards(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a restart, when servers know the port: it would serve nobody, or be in a view that some never get."""
+    came, admit = threading.Semaphore(0), ServerPool._admit
+
+    def noting(self: ServerPool, link: Link, message: Message) -> None:
+        admit(self, link, message)
+        came.release()
+
+    monkeypatch.setattr(ServerPool, "_admit", noting)
+    pools = [ServerPool(PoolShape(2, 1, 1), rank, SECRET, listen=("127.0.0.1", 0), device=CPU) for rank in range(2)]
+    server, peers = server_for(pools), [pool.peer for pool in pools]
+    thread = start(server)
+    assert came.acquire(timeout=MEET_SECONDS)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(pools[0].meet, peers, MEET_SECONDS)
+        assert came.acquire(timeout=MEET_SECONDS)                # rank 0 knows the others, which are not here yet
+        pools[1].meet(peers, MEET_SECONDS)
+        first.result()
+    assert all(pool.wait_for_servers(1, MEET_SECONDS) for pool in pools)
+    session = server._session
+    assert session is not None and session.runner is not None and session.runner.homes == [0, 1]
+    for pool in pools:
+        pool.close()
+    thread.join(MEET_SECONDS)
+    assert not thread.is_alive()
+
+
+def test_a_training_rank_with_another_secret_is_refused_at_once() -> None:
+    first, second = (ServerPool(PoolShape(2, 1, 1), rank, secret, listen=("127.0.0.1", 0), device=CPU)
+                     for rank, secret in enumerate((SECRET, b"another one")))
+    with pytest.raises(UserError, match=r"rank 1 cannot connect to rank 0 at 127.*all ranks need the same one"):
+        second.meet([first.peer, second.peer], MEET_SECONDS)
+    with pytest.raises(TransportError, match=r"rank 0: ranks \[1\] have not connected within 0.1 s"):
+        first.meet([first.peer, second.peer], 0.1)
+    for pool in (first, second):
+        pool.close()
 
 
 def test_a_server_on_another_kind_of_device_is_refused_where_memory_is_read() -> None:
