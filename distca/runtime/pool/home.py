@@ -8,7 +8,6 @@ thread of their own in the homes, because another home may wait for them while t
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import socket
@@ -23,7 +22,7 @@ import torch
 from distca.planning.plan import Plan
 from distca.planning.plan_bytes import plan_to_bytes
 from distca.runtime.pool.protocol import CallInFlight, Coordinator, HomeCalls, Member, Message, Outgoing, View
-from distca.runtime.pool.runner import Runner
+from distca.runtime.pool.runner import Runner, StandIn
 from distca.runtime.prepared import LRU, digest
 from distca.runtime.transport import TransportError
 from distca.runtime.transport.links import Address, Link, Links
@@ -92,14 +91,11 @@ class ServerPool:
         self.followed = 0.0                                      # when the view came
         self.changed = threading.Condition(threading.RLock())
         self.runner = Runner(self.homes, shape.num_roles, self.post, device=device, kernel=kernel)
-        self._roles_thread: threading.Thread | None = None       # runs roles, if no server does
-        self._ends = threading.Event()                           # for that thread
-        self._threads = torch.get_num_threads()                  # per thread, and results depend on the number
+        self.stand_in = StandIn(self.runner, self._fail)
         memory = memory_for(links, self.runner.device, listen)
         self._links = Links(secret, self._receive, self._closed, listen=listen)
         self._links.memory = memory
         self.peer = Peer(rank, *self._links.address, os.getpid())
-        atexit.register(self._end_roles)
 
     def meet(self, peers: Sequence[Peer], seconds: float) -> None:
         """Connect to the other training ranks, which must be in rank order."""
@@ -184,19 +180,8 @@ class ServerPool:
             links = list(self.links.values())
         for link in links:
             link.send({"kind": "bye"})
-        self.runner.offered.put(None)
-        if self._roles_thread is not None:                       # Python aborts if it ends while a thread is in torch
-            self._roles_thread.join(max(deadline - time.monotonic(), 0.0))
-        if self._roles_thread is None or not self._roles_thread.is_alive():
-            atexit.unregister(self._end_roles)
+        self.stand_in.end(max(deadline - time.monotonic(), 0.0))
         self._links.close()
-
-    def _end_roles(self) -> None:
-        """End the thread of roles after the role that it runs now: the program ends, perhaps by an error in a call."""
-        self._ends.set()
-        self.runner.offered.put(None)
-        if self._roles_thread is not None:
-            self._roles_thread.join()
 
     def post(self, rank: int, message: Message, payload: torch.Tensor | None) -> None:
         """Send a message to a process, which may be this one; what is sent to a lost one is lost."""
@@ -278,7 +263,7 @@ class ServerPool:
         self._welcome(link, member.rank)
         homes = [peer for peer in self.peers if peer.rank in self.shape.homes(member.pool)]
         link.send({"kind": "welcome", "rank": member.rank, "roles": self.shape.num_roles,
-                   "threads": self._threads, "kernel": self.runner.kernel,
+                   "threads": self.stand_in.num_threads, "kernel": self.runner.kernel,
                    "links": "tcp" if self._links.memory is None else "nixl", "device": self.runner.device.type,
                    "homes": [[peer.rank, peer.host, peer.port] for peer in homes]})
 
@@ -294,7 +279,7 @@ class ServerPool:
             elif kind == "pong":
                 self.running[sender] = float(message["running"])
             elif kind in ("inputs", "plan"):
-                self._stand_in(sender, message, payload)
+                self.stand_in.offer(sender, message, payload)
             elif kind == "bye":
                 self.closing = True
             elif self.rank == 0:
@@ -372,25 +357,10 @@ class ServerPool:
             if self.on_change is not None:
                 self.on_change(view, kind)
 
-    def _stand_in(self, sender: int, message: Message, payload: torch.Tensor | None) -> None:
-        """Run a role on this rank, on a thread that starts with the first one."""
-        if self._roles_thread is None:
-            self._roles_thread = threading.Thread(target=self._run_roles, name="distca-roles", daemon=True)
-            self._roles_thread.start()
-        self.runner.offer(sender, message, payload)
-
-    def _run_roles(self) -> None:
-        torch.set_num_threads(self._threads)
-        if self.runner.device.type == "cuda":
-            torch.cuda.set_device(self.runner.device)
-        try:
-            while not self._ends.is_set() and self.runner.run_next():
-                pass
-        except Exception as error:
-            with self.changed:
-                self.failed = f"rank {self.rank}: a role that has no server failed here: {error}"
-                self.changed.notify_all()
-            raise
+    def _fail(self, error: Exception) -> None:
+        with self.changed:
+            self.failed = f"rank {self.rank}: a role that has no server failed here: {error}"
+            self.changed.notify_all()
 
     def _send_plan(self, rank: int, number: int) -> None:
         content, plan = self.encoded.get(number), self.plans.get(number)

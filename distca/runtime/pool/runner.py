@@ -6,6 +6,8 @@ meant to, because that can only give the same results again.
 
 from __future__ import annotations
 
+import atexit
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
@@ -137,6 +139,43 @@ class Runner:
         self.runs += 1
         if self.device.type == "cpu" and self.runs % TRIM_CALLS == 0:
             return_freed_memory()
+
+
+class StandIn:
+    """Runs roles in a training rank, on a thread that starts with the first one, until `end` or the program's end."""
+
+    def __init__(self, runner: Runner, on_failure: Callable[[Exception], None]) -> None:
+        self.runner, self.on_failure = runner, on_failure
+        self.num_threads = torch.get_num_threads()               # per thread, and results depend on the number
+        self._thread: threading.Thread | None = None
+        self._ends = threading.Event()
+        atexit.register(self.end)                                # also if an error in a call ends the program
+
+    def offer(self, sender: int, message: Message, payload: torch.Tensor | None) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="distca-roles", daemon=True)
+            self._thread.start()
+        self.runner.offer(sender, message, payload)
+
+    def end(self, seconds: float | None = None) -> None:
+        """End after the role that runs now: Python aborts if it ends while a thread is in torch."""
+        self._ends.set()
+        self.runner.offered.put(None)
+        if self._thread is not None:
+            self._thread.join(seconds)
+        if self._thread is None or not self._thread.is_alive():
+            atexit.unregister(self.end)
+
+    def _run(self) -> None:
+        torch.set_num_threads(self.num_threads)
+        if self.runner.device.type == "cuda":
+            torch.cuda.set_device(self.runner.device)
+        try:
+            while not self._ends.is_set() and self.runner.run_next():
+                pass
+        except Exception as error:
+            self.on_failure(error)
+            raise
 
 
 class _Place:
