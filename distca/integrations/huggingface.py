@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from distca.cost.latency_table import LatencyTable
-from distca.integrations import check_version, not_installed
+from distca.integrations import STATEFUL, check_version, layer_types, not_installed, stateful_layers
 from distca.integrations.document_lengths import DOCUMENTS, RowSlices, from_arguments
 from distca.integrations.packed import PackedAttention, PackedBatch, Qkv, attach, attached
 from distca.kernels import kernel_named
@@ -51,7 +51,6 @@ EVALUATION = ("home", "pool")
 _LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 FULL_BATCHES = 4                                                 # of one document a row, before a warning
 _PER_TOKEN = {"mlp", "moe"}                                      # layers of their own in Nemotron-H
-_STATEFUL = {"linear_attention", "mamba", "conv", "recurrent"}   # layer types with a state along the document
 _KEYS_CHOSEN = ("attention_chunk_size", "index_topk")            # chunked attention, keys chosen by an indexer
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 _LOG = logging.getLogger("distca")
@@ -79,7 +78,7 @@ def enable(
         raise _refused(inner.config, "its attention does not go through transformers' AttentionInterface")
     if any(getattr(part, "is_causal", True) is False for part in inner.modules()):
         raise _refused(inner.config, "its attention is not causal")
-    if getattr(inner, "_is_stateful", False) and not _layer_types(inner.config):
+    if getattr(inner, "_is_stateful", False) and not layer_types(inner.config):
         raise _refused(inner.config, "it carries a state along each document and names no attention layers")
     if kernel != "auto":
         kernel_named(kernel)
@@ -105,8 +104,8 @@ def _check_config(config: PreTrainedConfig) -> None:
         raise _refused(config, "it has several parts, such as text and images; enable its language model alone")
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None):
         raise _refused(config, "its attention is not causal")
-    kinds = _layer_types(config)
-    others = kinds - _LAYER_TYPES - _PER_TOKEN - (_STATEFUL if kinds & _LAYER_TYPES else set())
+    kinds = layer_types(config)
+    others = kinds - _LAYER_TYPES - _PER_TOKEN - (STATEFUL if kinds & _LAYER_TYPES else set())
     others |= {name for name in _KEYS_CHOSEN if getattr(config, name, None) is not None}
     if others:
         raise _refused(config, f"it has layers of other kinds: {', '.join(sorted(others))}")
@@ -115,13 +114,9 @@ def _check_config(config: PreTrainedConfig) -> None:
             raise _refused(config, f"{name} is {getattr(config, name)}; set it to 0")
 
 
-def _layer_types(config: PreTrainedConfig) -> set[str]:
-    return set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or [])
-
-
 def _stateful_reason(config: PreTrainedConfig) -> str | None:
     """Return why documents of this model cannot span ranks, or None if they can."""
-    kinds = sorted(_layer_types(config) & _STATEFUL)
+    kinds = stateful_layers(config)
     return None if not kinds else (f"its {', '.join(kinds)} layers carry a state along each document, which does not "
                                    "cross ranks; give every rank whole documents")
 
