@@ -86,8 +86,8 @@ def shape_of_config(
 ) -> ModelShape:
     """Return the shape of a config's decoder; for a multimodal model, of its text decoder.
 
-    With `any_type`, a model_type that is not in ARCHITECTURES is accepted, experts are not read and a missing
-    feed-forward size is guessed: such callers need only the attention. Sliding windows are not read from the config;
+    With `any_type`, a model_type that is not in ARCHITECTURES is accepted, and neither experts nor the feed-forward
+    size are read: such callers need only the attention. Sliding windows are not read from the config;
     pass them as `windows`.
     """
     inner = config.get("text_config")
@@ -108,8 +108,8 @@ def shape_of_config(
         value_dim = _number(config, name, "v_head_dim", default=head_dim)
     kv_heads = heads if latent else _number(config, name, "num_key_value_heads", default=heads)
     experts = None if any_type else _experts(config, name)
-    guess = experts.ffn if experts else 4 * hidden if any_type else None
-    ffn = _number(config, name, "intermediate_size", default=guess)
+    guess = experts.ffn if experts else None
+    ffn = 4 * hidden if any_type else _number(config, name, "intermediate_size", default=guess)
     return ModelShape(name, _number(config, name, "num_hidden_layers"), hidden, heads, kv_heads, head_dim, ffn,
                       _number(config, name, "vocab_size"), value_dim, experts, latent, windows)
 

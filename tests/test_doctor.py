@@ -4,12 +4,14 @@ import os
 import platform
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from distca import profiling
 from distca.cost.attention_time import shipped_table
@@ -21,6 +23,20 @@ from distca.profiling.roll_call import RollCall
 from distca.report.doctor import page, report
 from distca.runtime.transport import C10dTransport, LoopbackWorld, Transport
 from tests.support.processes import ProcessOutcome, free_port, run_processes, values
+
+
+def test_a_rank_without_rank_0_gives_up_about_when_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A TCPStore tries twice, so a rank would wait for two times --timeout-seconds."""
+    tried = []
+
+    def unreachable(*_: Any, timeout: timedelta, **__: Any) -> None:
+        tried.append(2 * timeout.total_seconds())
+        raise dist.DistNetworkError("timed out")
+
+    monkeypatch.setattr(dist, "TCPStore", unreachable)
+    with pytest.raises(RuntimeError, match="rank 1 does not reach rank 0 at node0:1 within 30 s"):
+        RollCall("node0", 1, 1, 2, timeout_seconds=30, report=print)
+    assert tried == [40]
 
 
 def examined(transport: C10dTransport, nodes: list[str], fault: str, said: str, timeout_seconds: float) -> Any:

@@ -17,6 +17,7 @@ from distca.check import Finding
 from distca.check.batches import Batch, Tokens, changed
 from distca.check.subject import windows
 from distca.check.world import World, far, largest, scale_of
+from distca.integrations import stateful_layers
 
 MAX_DOCUMENTS = 6      # of which tokens are changed
 MAX_LAYERS = 8
@@ -82,6 +83,9 @@ def _told(world: World, batches: Sequence[Batch], tokens: Tokens, token: int, bo
         moves = world.join(far(world.logits(changed(tried, tokens, token)), world.logits(tried)))
         if not any(kind == "other-documents" for kind, _ in judged(tokens, token, moves > bound)):
             return f"{what}: then documents are kept apart"
+    if kinds := stateful_layers(world.subject.config):
+        return (f"its {', '.join(kinds)} layers carry their state on into the next document: pass cu_seq_lens_q with "
+                "the kernels installed that keep packed documents apart, or give every document a row of its own")
     given = [name for name in ("position_ids", "cu_seq_lens_q", "document_ids", "seq_idx") if name in batches[0]]
     return (f"attention makes nothing of {' and '.join(given) or 'this batch'}: hand them on to every layer, or use an "
             "attention that reads them, such as distca.integrations")

@@ -109,8 +109,9 @@ def line_blocks(
     """
     name, number, rest = label(path), 1, b""
     for part in chunks(path, max_bytes):
-        if b"\0" in part:
-            raise UserError(f"{name}: not a text file; {remedy}")
+        if (zero := part.find(b"\0")) >= 0:
+            line = number + part.count(b"\n", 0, zero)
+            raise UserError(f"{name}: not a text file, for line {line} has a zero byte; {remedy}")
         content = rest + (part if rest or number > 1 else part.removeprefix(_BYTE_ORDER_MARK))
         stop = content.rfind(b"\n") + 1
         whole, rest = content[:stop], content[stop:]

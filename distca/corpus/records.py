@@ -11,7 +11,7 @@ import numpy as np
 
 from distca.corpus.tables import Record
 from distca.corpus.tokenizers import Item, Text, TextTokenizer, Tokens, encoded
-from distca.validation import UserError, short
+from distca.validation import UserError
 from distca.workload.documents import IGNORED
 
 MASK_FIELDS = ("loss_mask", "labels")  # keys of a loss mask beside the tokens; the first that exists is used
@@ -76,6 +76,5 @@ def _whole_numbers(record: Record, field: str) -> np.ndarray:
     if isinstance(value, list | np.ndarray) and len(value) == 0:
         return np.empty(0, dtype=np.int64)
     if column.ndim != 1 or column.dtype.kind not in "iub":
-        raise UserError(f"{record.where} has {short(value)} under {field!r}, not a list of whole numbers; its keys "
-                        f"are {short(list(record.fields))}: set data.field to the one that holds tokens")
+        raise record.refused(field, "a list of whole numbers")
     return column.astype(np.int64)

@@ -49,9 +49,17 @@ class Record(NamedTuple):
         """Return the value of a field; refuse one that is not of type `kind`, which errors call `word`."""
         value = self.fields.get(field)
         if not isinstance(value, kind):
-            raise UserError(f"{self.where} has {short(value)} under {field!r}, not {word}; its keys are "
-                            f"{short(list(self.fields))}: set data.field to the one that holds it")
+            raise self.refused(field, word)
         return value
+
+    def refused(self, field: str, word: str) -> UserError:
+        """Return the error for a field that is missing, or whose value is not what `word` says."""
+        keys = f"its keys are {short(list(self.fields))}: "
+        if field not in self.fields:
+            return UserError(f"{self.where} has no {field!r}; {keys}set data.field to one of them, or repair or drop "
+                             "it")
+        return UserError(f"{self.where} has {short(self.fields[field])} under {field!r}, not {word}; {keys}repair or "
+                         "drop it, or set data.field to another")
 
 
 class Records(NamedTuple):

@@ -111,7 +111,7 @@ def _from_rows(
 ) -> RowSlices:
     """Return the slices of rows from their positions, without padding (false in `real` [rows, tokens])."""
     if position_ids is None or position_ids.ndim != 2:
-        found = "none" if position_ids is None else f"position_ids of shape {tuple(position_ids.shape)}"
+        found = "no position_ids" if position_ids is None else f"position_ids of shape {tuple(position_ids.shape)}"
         raise UserError(f"attention got {found} and does not know where documents begin; give cu_seq_lens_q, "
                         "or position_ids [rows, tokens] to a model that passes them to its attention")
     position = _numbers(position_ids, "position_ids", shape)

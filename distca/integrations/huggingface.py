@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from distca.cost.latency_table import LatencyTable
-from distca.integrations import check_version, not_installed
+from distca.integrations import STATEFUL, check_version, layer_types, not_installed, stateful_layers
 from distca.integrations.document_lengths import DOCUMENTS, RowSlices, from_arguments
 from distca.integrations.packed import PackedAttention, PackedBatch, Qkv, attach, attached
 from distca.kernels import kernel_named
@@ -48,9 +48,9 @@ check_version("transformers", transformers.__version__)
 
 NAME = "distca"
 EVALUATION = ("home", "pool")
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 FULL_BATCHES = 4                                                 # of one document a row, before a warning
-_STATEFUL = {"linear_attention", "mamba", "conv"}                # layer types with a state along the document
+_PER_TOKEN = {"mlp", "moe"}                                      # layers of their own in Nemotron-H
 _KEYS_CHOSEN = ("attention_chunk_size", "index_topk")            # chunked attention, keys chosen by an indexer
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 _LOG = logging.getLogger("distca")
@@ -78,6 +78,8 @@ def enable(
         raise _refused(inner.config, "its attention does not go through transformers' AttentionInterface")
     if any(getattr(part, "is_causal", True) is False for part in inner.modules()):
         raise _refused(inner.config, "its attention is not causal")
+    if getattr(inner, "_is_stateful", False) and not layer_types(inner.config):
+        raise _refused(inner.config, "it carries a state along each document and names no attention layers")
     if kernel != "auto":
         kernel_named(kernel)
     served = _Served.of(inner.config, evaluation == "pool", group=group, tolerance=tolerance, kernel=kernel,
@@ -89,7 +91,8 @@ def enable(
             attach(part, served)
     inner.set_attn_implementation(NAME)
     if served.whole_only is not None:
-        warn_once(f"distca balances the attention layers of {inner.config.model_type} alone: {served.whole_only}")
+        warn_once(f"distca balances the attention layers of {inner.config.model_type} alone: {served.whole_only}, and "
+                  "ask distca check whether that state ends with its document")
     return served.attention
 
 
@@ -101,8 +104,8 @@ def _check_config(config: PreTrainedConfig) -> None:
         raise _refused(config, "it has several parts, such as text and images; enable its language model alone")
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None):
         raise _refused(config, "its attention is not causal")
-    kinds = set(getattr(config, "layer_types", None) or [])
-    others = kinds - _LAYER_TYPES - (_STATEFUL if kinds & _LAYER_TYPES else set())
+    kinds = layer_types(config)
+    others = kinds - _LAYER_TYPES - _PER_TOKEN - (STATEFUL if kinds & _LAYER_TYPES else set())
     others |= {name for name in _KEYS_CHOSEN if getattr(config, name, None) is not None}
     if others:
         raise _refused(config, f"it has layers of other kinds: {', '.join(sorted(others))}")
@@ -113,7 +116,7 @@ def _check_config(config: PreTrainedConfig) -> None:
 
 def _stateful_reason(config: PreTrainedConfig) -> str | None:
     """Return why documents of this model cannot span ranks, or None if they can."""
-    kinds = sorted(set(getattr(config, "layer_types", None) or []) & _STATEFUL)
+    kinds = stateful_layers(config)
     return None if not kinds else (f"its {', '.join(kinds)} layers carry a state along each document, which does not "
                                    "cross ranks; give every rank whole documents")
 
@@ -158,11 +161,11 @@ class _Forward:
         self.batch: PackedBatch | None = None
         self.kept: torch.Tensor | None = None                    # index of the tokens that are not padding
 
-    def mask(self, window: int | None, padding: torch.Tensor | None) -> PackedMask:
+    def mask(self, config: PreTrainedConfig, window: int | None, padding: torch.Tensor | None) -> PackedMask:
         self.windows.add(window)
         self.padding = padding
         self.records_gradients = torch.is_grad_enabled()         # checkpointing disables them inside layers
-        return PackedMask(self, window)
+        return PackedMask(self, window, config)
 
     def begin(self, module: torch.nn.Module, qkv: Qkv, about: dict[str, Any]) -> PackedBatch:
         if self.batch is None:
@@ -189,12 +192,21 @@ class _Forward:
         return slices
 
 
+class _ReadsMaskError(UserError, AttributeError):
+    """An attribute that our mask has not, and no dense mask can be given: `hasattr` is false as ever."""
+
+
 @dataclass(frozen=True, slots=True)
 class PackedMask:
     """The mask that layers get: a reference to its forward."""
 
     forward: _Forward
     window: int | None
+    config: PreTrainedConfig
+
+    def __getattr__(self, name: str) -> Any:
+        _RUNNING.set(None)                                       # layers read masks when all have been built
+        raise _ReadsMaskError(_refused(self.config, f"it reads {name!r} of its mask, to make one of its own"))
 
     def contiguous(self) -> PackedMask:
         """Return self; `generate` calls this on masks of static caches."""
@@ -227,7 +239,8 @@ class _Served:
 
     @classmethod
     def of(cls, config: PreTrainedConfig, pool_evaluation: bool, **options: Any) -> _Served:
-        fields = {**config.to_dict(), "num_hidden_layers": config.num_hidden_layers}  # some have another name
+        names = "num_hidden_layers", *config.attribute_map       # some have another name in the file
+        fields = {**config.to_dict(), **{name: getattr(config, name, None) for name in names}}
         shape = shape_of_config(fields, config.model_type, any_type=True)
         return cls(PackedAttention(model=shape, **options), pool_evaluation, _stateful_reason(config))
 
@@ -270,7 +283,7 @@ def _mask_of_forward(config: PreTrainedConfig, window: int | None, padding: torc
     forward = served.forward
     if forward is None or forward.batch is not None or window in forward.windows:
         forward = served.forward = _Forward(served)              # a forward builds each kind of mask only once
-    return forward.mask(window, padding)
+    return forward.mask(config, window, padding)
 
 
 def packed_attention(

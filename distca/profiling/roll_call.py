@@ -39,13 +39,16 @@ class RollCall:
         self.rank, self.world, self.timeout_seconds, self.report = rank, world, timeout_seconds, report
         self.holds_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        connect = timedelta(seconds=timeout_seconds * 2 / 3)     # a TCPStore tries twice: 1.4 to 2.1 times as long
         try:
             self.for_torch, self.store = (dist.PrefixStore(f"{name}/{attempt}", dist.TCPStore(
-                address, port, is_master=is_master, wait_for_workers=False, timeout=timedelta(seconds=timeout_seconds)))
+                address, port, is_master=is_master, wait_for_workers=False, timeout=connect))
                 for name, is_master in (("torch", self.holds_store), ("roll call", False)))
         except dist.DistError as error:
             raise TransportError(f"rank {rank} does not reach rank 0 at {address}:{port} within {timeout_seconds:g} s; "
                                  f"start it, or check MASTER_ADDR and the firewall ({first_line(error)})") from None
+        for store in (self.for_torch, self.store):
+            store.set_timeout(timedelta(seconds=timeout_seconds))
         self.name = f"rank {rank}"                               # with its host, once that is known
         self.count = -1
         self.step("its start")

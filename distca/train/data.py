@@ -59,7 +59,7 @@ class Stream:
     Documents longer than `max_document` are cut into pieces, which are shuffled like documents.
     """
 
-    def __init__(self, lengths: np.ndarray, *, seed: int, max_document: int = 0) -> None:
+    def __init__(self, lengths: np.ndarray, *, seed: int, max_document: int = 0, name: str = "corpus") -> None:
         check_whole("data.seed", seed, least=0)
         check_whole("data.max_document", max_document, least=0)
         lengths = np.ascontiguousarray(lengths, dtype=np.int64)
@@ -70,7 +70,7 @@ class Stream:
         stops = np.cumsum(-(-lengths // self._longest))          # [documents] pieces up to its end
         self._num_pieces = int(stops[-1])
         self._stops = stops if (lengths > self._longest).any() or not lengths.all() else None  # None: one piece each
-        self._seed = seed
+        self._seed, self._name = seed, name
         self._corpus: Position = {
             "seed": seed, "max_document": max_document, "num_documents": len(lengths),
             "num_tokens": int(lengths.sum()),
@@ -106,6 +106,8 @@ class Stream:
                 "tokens": self.taken}
 
     def load(self, state: Mapping[str, Any]) -> None:
+        if "sources" in state:
+            raise _other_mix(state, None)
         seed, epoch, index, offset, taken = (
             _whole(state, name) for name in ("seed", "epoch", "index", "offset", "tokens"))
         if seed != self._seed:
@@ -113,9 +115,10 @@ class Stream:
                             f"set data.seed to {seed}")
         if any(state.get(name) != value for name, value in self._corpus.items()):
             raise UserError(
-                f"the checkpoint's corpus has {state.get('num_documents')} documents of {state.get('num_tokens')} "
-                f"tokens, this one {self._corpus['num_documents']} of {self._corpus['num_tokens']}, or others than "
-                "those; give the same [data], or begin anew from the weights alone with model.load")
+                f"the checkpoint's {self._name} has {state.get('num_documents')} documents of "
+                f"{state.get('num_tokens')} tokens, this one {self._corpus['num_documents']} of "
+                f"{self._corpus['num_tokens']}, or others than those; give the same [data], or begin "
+                "anew from the weights alone with model.load")
         if epoch != self._epoch:
             self._enter(epoch)
         _, begin, end = self._piece(index) if index < self._num_pieces else (0, 0, 0)
@@ -147,7 +150,9 @@ class Mix(Stream):
     """
 
     def __init__(self, corpus: JoinedCorpus, *, seed: int, max_document: int) -> None:
-        self._streams = [Stream(part.lengths(), seed=seed, max_document=max_document) for part in corpus.parts]
+        self._streams = [
+            Stream(part.lengths(), seed=seed, max_document=max_document, name=f"source {number} of data.mix")
+            for number, part in enumerate(corpus.parts, 1)]
         self._weights, self._firsts = list(corpus.weights), corpus.firsts
 
     def next(self, most: int) -> TextPiece:
@@ -163,11 +168,16 @@ class Mix(Stream):
     def load(self, state: Mapping[str, Any]) -> None:
         sources, weights = state.get("sources"), state.get("weights")
         if not isinstance(sources, list) or len(sources) != len(self._streams) or weights != self._weights:
-            raise UserError(f"the checkpoint's data.mix has the weights {weights}, this run's {self._weights}; give "
-                            "the same sources with the same weights, or begin anew from the weights alone with "
-                            "model.load")
+            raise _other_mix(state, self._weights)
         for stream, one in zip(self._streams, sources, strict=True):
             stream.load(one)
+
+
+def _other_mix(state: Mapping[str, Any], weights: Sequence[float] | None) -> UserError:
+    saved, ours = (f"data.mix with the weights {one}" if one else "one source without data.mix"
+                   for one in (state.get("weights"), weights))
+    return UserError(f"the checkpoint's data is {saved}, this run's {ours}; give the same sources with the same "
+                     "weights, or begin anew from the weights alone with model.load")
 
 
 def _whole(state: Mapping[str, Any], name: str) -> int:

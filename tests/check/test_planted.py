@@ -24,6 +24,7 @@ CPU = torch.device("cpu")
 PLANTED = {  # a function of tests.support.planted -> what is found first
     "mask_of_ones": "other-documents", "cache_left_on": "other-documents", "edges_unread": "other-documents",
     "positions_dropped": "other-documents", "edges_off_by_one": "other-documents", "edges_early": "other-documents",
+    "state_carried": "other-documents",
     "future_seen": "future", "padding_attended": "padding", "positions_not_reset": "positions",
     "window_too_long": "window", "window_too_short": "window", "window_ignored": "window",
     "sinks_dropped": "kernel", "scale_ignored": "kernel", "softcap_ignored": "kernel", "heads_mixed": "kernel",
@@ -66,6 +67,11 @@ def test_nothing_is_found_where_nothing_is_wrong(name: str) -> None:
     assert found["ok"] and found["findings"] == [] and page(found)[-2].endswith("packing is right")
     assert {"one token", "packed against alone", "attention", "loss", "gradients"} <= {
         one["probe"] for one in found["probes"]}
+
+
+def test_a_state_that_is_carried_on_is_not_blamed_on_attention() -> None:
+    finding = causes(found_in("state_carried")["findings"])[0]
+    assert "its conv layers carry their state on into the next document: pass cu_seq_lens_q" in finding["remedy"]
 
 
 def test_a_model_of_your_own_is_compared_with_itself() -> None:

@@ -112,7 +112,8 @@ def test_jsonl_lines_are_documents(tmp_path: Path) -> None:
     (b"[" * 100_000, "is not JSON (a number too long, or lists too deep)"),
     (b'{"text": "\xff"}', "is not UTF-8 text"),
     (b'["text"]', "holds ['text'], not an object"),
-    (b'{"body": "x"}', "has None under 'text', not text; its keys are ['body']: set data.field"),
+    (b'{"body": "x"}', "has no 'text'; its keys are ['body']: set data.field to one of them, or repair or drop it"),
+    (b'{"text": null}', "has None under 'text', not text; its keys are ['text']: repair or drop it"),
     (b'{"text": 3}', "has 3 under 'text', not text"),
     (b'{"text": "\\ud800"}', "has half a surrogate pair under 'text'"),
 ])
@@ -120,6 +121,12 @@ def test_a_bad_line_is_named_by_number(tmp_path: Path, line: bytes, message: str
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "good"}\n\n' + line + b'\n{"text": "good"}\n')
     assert f"{path}: line 3 {message}" in refusal(open_source, "jsonl", path)
+
+
+def test_a_zero_byte_is_found_by_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a"}\n' * 700_000 + b'{"text": "\0"}\n')  # in the second chunk that is read
+    assert f"{path}: not a text file, for line 700001 has a zero byte" in refusal(open_source, "jsonl", path)
 
 
 def test_missing_and_empty_sources_are_named(tmp_path: Path) -> None:
@@ -324,7 +331,7 @@ def test_tokens_need_no_mask_and_some_may_have_one(tmp_path: Path) -> None:
     ({"input_ids": [1, "2"]}, "not a list of whole numbers"),
     ({"input_ids": [1, 2.5]}, "not a list of whole numbers"),
     ({"input_ids": [[1], [2, 3]]}, "not a list of whole numbers"),
-    ({"tokens": [1]}, "has None under 'input_ids', not a list of whole numbers; its keys are ['tokens']"),
+    ({"tokens": [1]}, "has no 'input_ids'; its keys are ['tokens']: set data.field"),
     ({"input_ids": [1, 900]}, "holds token 900, where tokens are 0 to 499"),
     ({"input_ids": [-1, 2]}, "holds token -1, where"),
 ])

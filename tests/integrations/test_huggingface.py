@@ -309,6 +309,13 @@ def test_what_cannot_be_served_is_refused_when_enabled(make: Callable[..., Any],
         enable(make())
 
 
+def test_a_model_that_reads_the_mask_is_refused_at_its_first_layer() -> None:
+    model = hf.DogeForCausalLM(hf.DogeConfig(**SMALLER))
+    enable(model)
+    with pytest.raises(ValueError, match="doge: it reads 'dtype' of its mask, to make one of its own"):
+        model(torch.ones(1, 4, dtype=torch.int64), use_cache=False)
+
+
 def test_a_model_given_the_name_alone_is_refused_ahead_of_its_first_layer() -> None:
     model = small("llama", attention_dropout=0.1, attn_implementation="distca")
     with pytest.raises(ValueError, match=r"llama: attention_dropout is 0\.1; set it to 0"):

@@ -22,7 +22,7 @@ import transformers as hf
 
 from distca.integrations import huggingface
 from distca.integrations.huggingface import enable
-from distca.integrations.packed import latest_plan
+from distca.integrations.packed import attached, latest_plan
 
 SIZE: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -197,3 +197,13 @@ def test_layers_that_carry_state_are_named_once(caplog: pytest.LogCaptureFixture
             enable(small("qwen3_next"))
     ours = [record.message for record in caplog.records if record.name == "distca"]
     assert [message.count("linear_attention layers carry a state") for message in ours] == [1]
+
+
+def test_states_that_no_layer_types_name_are_found() -> None:
+    config = hf.RecurrentGemmaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, lru_width=32)
+    model = hf.RecurrentGemmaForCausalLM(config)
+    enable(model)
+    assert "its recurrent layers carry a state" in attached(model.model).whole_only
+    with pytest.raises(ValueError, match="xlstm: it carries a state along each document and names no attention layers"):
+        enable(hf.xLSTMForCausalLM(hf.xLSTMConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, num_heads=4)))

@@ -80,6 +80,14 @@ def sound() -> Made:
     return small("llama"), flat()
 
 
+def state_carried() -> Made:
+    config = hf.AutoConfig.for_model("lfm2", vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                                     num_attention_heads=4, num_key_value_heads=2, pad_token_id=0,
+                                     layer_types=["conv", "full_attention"])
+    torch.manual_seed(0)
+    return hf.AutoModelForCausalLM.from_config(config), flat()
+
+
 def sound_rows() -> Made:
     return small("qwen3"), two_rows()
 

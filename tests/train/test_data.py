@@ -163,12 +163,14 @@ def test_the_order_of_a_mix_by_hand() -> None:
 def test_a_position_in_another_mix_is_refused() -> None:
     state = mixed([([5], 1.0), ([6], 2.0)]).state()
     for other in ([([5], 1.0), ([6], 3.0)], [([5], 1.0), ([6], 2.0), ([7], 1.0)]):
-        assert "the checkpoint's data.mix has the weights [1.0, 2.0], this run's" in refusal(mixed(other).load, state)
-    assert "the checkpoint's corpus has 1 documents of 6 tokens, this one 1 of 7" in refusal(
+        assert "the checkpoint's data is data.mix with the weights [1.0, 2.0], this run's data.mix" in refusal(
+            mixed(other).load, state)
+    assert "the checkpoint's source 2 of data.mix has 1 documents of 6 tokens, this one 1 of 7" in refusal(
         mixed([([5], 1.0), ([7], 2.0)]).load, state)
-    assert "the checkpoint's data.mix has the weights None" in refusal(
+    assert "data is one source without data.mix, this run's data.mix with the weights [1.0, 2.0]" in refusal(
         mixed([([5], 1.0), ([6], 2.0)]).load, Stream(np.array([5]), seed=0).state())
-    assert "has seed None" in refusal(Stream(np.array([5]), seed=0).load, state)
+    assert "with the weights [1.0, 2.0], this run's one source without data.mix" in refusal(
+        Stream(np.array([5]), seed=0).load, state)
 
 
 @pytest.mark.parametrize(("mix", "source", "expected"), [

@@ -125,7 +125,7 @@ def _check_files(settings: Settings) -> None:
     data = settings.data
     for one in data.sources():
         if one.path:
-            _check_corpus("data.mix" if data.mix else "data.path", one.path, one.kind, data.split)
+            _check_corpus("a source of data.mix" if data.mix else "data.path", one.path, one.kind, data.split)
     if settings.eval.path:
         _check_corpus("eval.path", settings.eval.path, data.kind_of(settings.eval.path), "")
     if not data.tokenizer and data.content == "text" and any(one.kind in TOKENIZED for one in data.sources()):
