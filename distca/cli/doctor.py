@@ -23,7 +23,8 @@ import typer
 import distca
 from distca.cli.options import number, progress, say
 from distca.report.doctor import Record, page, report
-from distca.train.launch import quiet_torch, report_end, run_ranks
+from distca.train.ending import report_end
+from distca.train.launch import quiet_torch, run_ranks
 from distca.train.rank_env import rank_in, this_rank
 from distca.train.settings import Settings
 from distca.train.settings.checks import check_settings

@@ -30,14 +30,15 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, cast
 
 from distca.train.display import title
-from distca.train.rank_env import MAX_RESTARTS, RESTART_COUNT, RankEnv, rank_in, restarts, this_rank
+from distca.train.ending import MAX_REPORT, Failure, Report, end_rank, is_final, is_transport_error
+from distca.train.rank_env import MAX_RESTARTS, RESTART_COUNT, RankEnv, rank_in, restarts
 from distca.train.settings import Settings, num_roles, num_training, on_fewer_ranks
 from distca.train.settings.checks import check_settings
 from distca.train.settings.preflight import MemoryKills, check_machine, threads_for
-from distca.validation import MAX_LOCAL_RANKS, UserError, check_whole, plain
+from distca.validation import MAX_LOCAL_RANKS, UserError, check_whole
 
 Main = Callable[[Settings], int]
 
@@ -46,19 +47,6 @@ STOP_MARGIN_SECONDS = 5.0
 POLL_SECONDS = 0.2
 SECRET = "DISTCA_SECRET"  # environment variable by which a run's servers and trainers know each other
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
-MAX_REPORT = 16_384  # characters of a traceback, so that it fits into the pipe's buffer
-
-
-class Failure(NamedTuple):
-    """Why a rank ended: the error that it reported, or its exit code."""
-
-    when: float
-    rank: int
-    code: int
-    text: str
-    signal: int | None = None  # the signal that killed the rank; None for SIGABRT and SIGTERM
-    final: bool = False  # a refusal or a full disk, for example, which a restart would meet again
-    stepped: bool = False  # whether the rank had taken a step since its start
 
 
 def launch(settings: Settings, main: Main) -> int:
@@ -91,7 +79,7 @@ def run_ranks(settings: Settings, main: Main) -> int:
     try:
         return main(_resuming(settings))
     except Exception as error:
-        if not _is_lost(error):
+        if not is_transport_error(error):
             raise
         end_rank(str(error))
 
@@ -105,18 +93,6 @@ def quiet_torch() -> None:
     """Keep torch from logging C++ stacks and aborting when a rank is lost: Liveness reports it. Call before import."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-
-
-def will_restart(error: BaseException | None) -> bool:
-    """Return whether this error makes the launcher start all ranks again."""
-    count, most = restarts(os.environ)
-    return error is not None and not _is_final(error) and count < most
-
-
-def _is_final(error: BaseException) -> bool:
-    """Return whether a restart would meet this error again: a refusal or a full disk, but not the loss of a rank."""
-    lost = isinstance(error.__cause__, RuntimeError)             # of a checkpoint that could not be written
-    return isinstance(error, UserError | OSError) and not lost
 
 
 def _prepare(settings: Settings, env: RankEnv) -> None:
@@ -322,58 +298,18 @@ def _rank(settings: Settings, main: Main, env: RankEnv, count: int, reporter: Co
     for name in [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")][:1]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
-    _Report.launcher = reporter
+    Report.launcher = reporter
     try:
         _prepare(settings, env)
         code = main(_resuming(settings))
     except Exception as error:
-        if isinstance(error, UserError | OSError) or _is_lost(error):
-            end_rank(str(error), 2 if isinstance(error, UserError) else 1, final=_is_final(error))
+        if isinstance(error, UserError | OSError) or is_transport_error(error):
+            end_rank(str(error), 2 if isinstance(error, UserError) else 1, final=is_final(error))
         end_rank(f"distca: rank {env.rank} failed:\n{traceback.format_exc()[-MAX_REPORT:]}".rstrip())
     reporter.close()
-    _end_process(code)
-
-
-def _end_process(code: int) -> NoReturn:
     from distca.runtime.liveness import end_process
 
     end_process(code)
-
-
-def _is_lost(error: Exception) -> bool:
-    from distca.runtime.transport import TransportError
-
-    return isinstance(error, TransportError)
-
-
-class _Report:
-    """Reports why this process ends, to the launcher that started it if there is one, else on stderr."""
-
-    launcher: Connection | None = None
-    lock = threading.Lock()
-
-
-def report_step() -> None:
-    """Tell the launcher, if it is ours, that this rank has taken its first step since its start."""
-    if _Report.launcher is not None:
-        _Report.launcher.send(None)
-
-
-def end_rank(text: str, code: int = 1, final: bool = False) -> NoReturn:
-    """Report `text` and end this rank; if several threads call this, only the first one reports."""
-    report_end(text, code, final)
-    _end_process(code)
-
-
-def report_end(text: str, code: int = 1, final: bool = False) -> None:
-    """Report why this rank is about to end."""
-    _Report.lock.acquire()                                       # never released: other threads wait until the end
-    if not text.startswith("distca: "):
-        text = f"distca: error: {plain(' '.join(text.split()))}"
-    if _Report.launcher is not None:
-        _Report.launcher.send(Failure(time.time(), this_rank().rank, code, text, final=final))
-    else:
-        print(text, file=sys.stderr, flush=True)
 
 
 def _end_with_launcher() -> None:

@@ -24,8 +24,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from distca.runtime.pool.home import Peer, PoolShape, ServerPool, local_address
-from distca.runtime.pool.protocol import View
+from distca.runtime.pool.home import ServerPool, local_address
+from distca.runtime.pool.protocol import Peer, PoolShape, View
 from distca.runtime.pool.server import Server
 from distca.runtime.transport.links import Address
 from distca.train.groups import gather_json

@@ -35,7 +35,6 @@ from distca.runtime.pipeline import Pipeline
 from distca.runtime.pool.home import ServerPool
 from distca.runtime.recorder import Recorder
 from distca.trace import StepTrace
-from distca.train import launch
 from distca.train.agreement import Agreement, ServerSpeeds
 from distca.train.batches import Batch, Batches, Evaluation, StageWork, check_fills_a_batch
 from distca.train.checkpoint.checkpointer import Checkpointer, SaveError
@@ -44,6 +43,7 @@ from distca.train.checkpoint.folder import step_folders
 from distca.train.checkpoint.neighbour import NeighbourCheckpoints
 from distca.train.data import Loader, open_corpora
 from distca.train.display import Observer
+from distca.train.ending import end_rank, report_step, will_restart
 from distca.train.groups import gather_json, groups_of, on_first, set_timeouts, start_group, transport_between
 from distca.train.model.build import build_decoder, build_optimizer, connect, lasting, learning_rate
 from distca.train.model.huggingface import config_of
@@ -82,7 +82,7 @@ def run(settings: Settings) -> int:
         serve(settings, device, secret, find_in_store, env.rank)
         return 0
     start_group(settings, device, env.local_world, rank=env.rank, world_size=training)
-    ranks = Liveness(settings.run.timeout_seconds, launch.end_rank).start()
+    ranks = Liveness(settings.run.timeout_seconds, end_rank).start()
     finished = False
     try:
         if env.local_rank == 0 and settings.data.is_cached:
@@ -195,7 +195,7 @@ class Trainer:
             while self.step < self.settings.run.steps and not self.agreed_to_stop():
                 record = self.one_step()
                 if self.step == first:
-                    launch.report_step()
+                    report_step()
                 if self.evaluation is not None and self.evaluation.is_due(self.step):
                     record = replace(record, eval_loss=self.evaluation.loss(self.forward_only, self.pool))
                 observer.step(record)
@@ -210,7 +210,7 @@ class Trainer:
             self.batches.close()
             if self.members is not None:
                 self.members.close()
-            observer.close(stopped=self.stopping, restarting=launch.will_restart(sys.exception()))
+            observer.close(stopped=self.stopping, restarting=will_restart(sys.exception()))
             if self.log is not None:
                 self.log.release()
         if self.checkpoints is not None:

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from distca.runtime.pool.home import PoolShape, ServerPool
+from distca.runtime.pool.home import ServerPool
+from distca.runtime.pool.protocol import PoolShape
 from distca.runtime.pool.server import Server
 from distca.runtime.pool.transport import PoolTransport
 from distca.validation import to_install

@@ -19,6 +19,7 @@ import pytest
 import distca
 from distca import cli
 from distca.train import launch as launching
+from distca.train.ending import Failure
 from distca.train.launch import launch
 from distca.train.rank_env import RankEnv, first_host, rank_in, this_rank
 from distca.train.settings import Settings
@@ -181,7 +182,7 @@ def test_a_signal_comes_before_what_others_saw_of_it(settings: Settings, monkeyp
     ranks.processes = {rank: type("Ended", (), {"exitcode": code})
                        for rank, code in enumerate((1, -signal.SIGKILL, -signal.SIGABRT))}
     ranks.ended = {0: 10.0, 1: 10.4, 2: 10.2}
-    told = launching.Failure(10.0, 0, 1, "distca: rank 0 failed: an exchange did not complete")
+    told = Failure(10.0, 0, 1, "distca: rank 0 failed: an exchange did not complete")
     silent: Any = type("Silent", (), {"poll": staticmethod(lambda: False)})
     teller: Any = type("Told", (), {"poll": lambda _: True, "recv": lambda _: told})()
     ranks.reports = {0: teller, 1: silent, 2: silent}

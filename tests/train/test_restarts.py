@@ -23,6 +23,7 @@ from distca.train import launch as launching
 from distca.train.checkpoint import neighbour
 from distca.train.checkpoint.files import Reader
 from distca.train.checkpoint.folder import read_manifest
+from distca.train.ending import Failure
 from distca.train.launch import launch
 from distca.train.settings import Settings, on_fewer_ranks
 from tests.support import rank_mains as mains
@@ -251,7 +252,7 @@ def test_which_failures_leave_a_device_out(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     ranks = launching._LocalRanks(run_in(tmp_path, run__ranks=3, batch__tokens_per_rank=96), mains.train_and_die)
-    own = launching.Failure(0.0, 1, 1, "distca: rank 1 failed: no such device")
+    own = Failure(0.0, 1, 1, "distca: rank 1 failed: no such device")
     for other in (own._replace(rank=0), own._replace(stepped=True), own._replace(text="distca: error: rank 2 is lost"),
                   own._replace(signal=signal.SIGKILL)):
         assert [ranks._on_fewer_ranks(one) for one in (own, other)] == ["", ""], other

@@ -14,14 +14,23 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
 from distca.planning.plan import Plan
 from distca.planning.plan_bytes import plan_to_bytes
-from distca.runtime.pool.protocol import CallInFlight, Coordinator, HomeCalls, Member, Message, Outgoing, View
+from distca.runtime.pool.protocol import (
+    CallInFlight,
+    Coordinator,
+    Faults,
+    HomeCalls,
+    Member,
+    Message,
+    Outgoing,
+    Peer,
+    PoolShape,
+    View,
+)
 from distca.runtime.pool.runner import Runner, StandIn
 from distca.runtime.prepared import LRU, digest
 from distca.runtime.transport import TransportError
@@ -35,36 +44,6 @@ POLL_SECONDS = 0.1
 CLOSE_POLL_SECONDS = 0.005
 PLANS_KEPT = 512
 LOG = logging.getLogger("distca")
-
-
-class PoolShape(NamedTuple):
-    """Who is in the pools: training rank r is a home of pool r % num_pools."""
-
-    num_trainers: int
-    num_pools: int
-    num_roles: int  # of each pool
-
-    def homes(self, pool: int) -> list[int]:
-        return list(range(pool, self.num_trainers, self.num_pools))
-
-
-class Peer(NamedTuple):
-    """A training rank, where it listens."""
-
-    rank: int
-    host: str
-    port: int
-    pid: int
-
-
-@dataclass(slots=True)
-class Faults:
-    """What was lost since the last look, and what that cost."""
-
-    lost: int = 0              # servers
-    repeated_tasks: int = 0    # of roles whose inputs this rank sent again
-    seconds: float = 0.0       # from the last sign of life of a lost server to the results that it owed
-    gaps: list[tuple[str, float, float]] = field(default_factory=list)  # (who replaced whom, start, stop)
 
 
 class ServerPool:

@@ -25,6 +25,26 @@ Message = dict[str, Any]                   # plain values, with the "kind" of th
 Outgoing = list[tuple[int, Message, Any]]  # (receiver's rank, message, payload)
 
 
+class PoolShape(NamedTuple):
+    """Who is in the pools: training rank r is a home of pool r % num_pools."""
+
+    num_trainers: int
+    num_pools: int
+    num_roles: int  # of each pool
+
+    def homes(self, pool: int) -> list[int]:
+        return list(range(pool, self.num_trainers, self.num_pools))
+
+
+class Peer(NamedTuple):
+    """A training rank, where it listens."""
+
+    rank: int
+    host: str
+    port: int
+    pid: int
+
+
 class Member(NamedTuple):
     """A server that has joined."""
 
@@ -49,6 +69,16 @@ class View(NamedTuple):
 
     def member(self, rank: int) -> Member | None:
         return next((one for one in self.members if one.rank == rank), None)
+
+
+@dataclass(slots=True)
+class Faults:
+    """What was lost since the last look, and what that cost."""
+
+    lost: int = 0              # servers
+    repeated_tasks: int = 0    # of roles whose inputs this rank sent again
+    seconds: float = 0.0       # from the last sign of life of a lost server to the results that it owed
+    gaps: list[tuple[str, float, float]] = field(default_factory=list)  # (who replaced whom, start, stop)
 
 
 def deal(before: Sequence[int], members: Sequence[Member], homes: Sequence[int]) -> tuple[int, ...]:

@@ -10,8 +10,8 @@ import torch
 
 from distca.kernels.interface import Scores
 from distca.planning.plan import Plan
-from distca.runtime.pool.home import Peer, PoolShape, ServerPool
-from distca.runtime.pool.protocol import CallInFlight, Message
+from distca.runtime.pool.home import ServerPool
+from distca.runtime.pool.protocol import CallInFlight, Message, Peer, PoolShape
 from distca.runtime.pool.runner import describe, joined, settle
 from distca.runtime.prepared import Shapes
 from distca.runtime.transport import Handle, Transport, TransportError

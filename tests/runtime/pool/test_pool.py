@@ -21,8 +21,8 @@ from distca.planning.plan import Plan
 from distca.runtime.attention import CoreAttention
 from distca.runtime.pool import home as home_module
 from distca.runtime.pool import server as server_module
-from distca.runtime.pool.home import Faults, PoolShape, ServerPool
-from distca.runtime.pool.protocol import Message
+from distca.runtime.pool.home import ServerPool
+from distca.runtime.pool.protocol import Faults, Message, PoolShape
 from distca.runtime.pool.runner import Runner
 from distca.runtime.pool.transport import PoolTransport
 from distca.runtime.transport import LoopbackTransport, LoopbackWorld, TransportError
