@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -12,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from distca.runtime.transport.nixl import HEAD, RegisteredMemory, memory_for
+from distca.runtime.transport import nixl
+from distca.runtime.transport.nixl import EXPOSED, HEAD, RegisteredMemory, memory_for
 from distca.validation import UserError
 from tests.support.pools import NEEDS_NIXL
 
@@ -104,6 +106,65 @@ def test_an_agent_that_registers_no_memory_any_more_is_replaced_at_both_ends() -
     assert not theirs._names and not theirs._told
     for memory in (mine, theirs):
         memory.close()
+
+
+@dataclass
+class Meanwhile:
+    """A payload, and what happens while it is being copied."""
+
+    content: torch.Tensor
+    happens: Callable[[], object]
+
+    @property
+    def nbytes(self) -> int:
+        return self.content.nbytes
+
+    def reshape(self, *shape: int) -> torch.Tensor:
+        self.happens()
+        return self.content.reshape(*shape)
+
+
+@NEEDS_NIXL
+def test_a_link_that_ends_while_something_is_exposed_to_it_spoils_nobody_elses_payload() -> None:
+    (mine, theirs), here, other, there, found = memories(2), End(), End(), End(), list[list[Any]]()
+
+    def ends() -> None:
+        here.is_open = False
+        mine.forget(here)
+        found.append(mine.expose(other, torch.ones(1000)))
+
+    payload: Any = Meanwhile(torch.zeros(1000), ends)
+    spoiled = mine.expose(here, payload)
+    got = whole(theirs, there, found[0], mine.progress)
+    assert torch.equal(got.view(torch.float32), torch.ones(1000))
+    assert [mine.blocks[about[0]].holder for about in (spoiled, found[0])] == [None, other]
+
+
+@NEEDS_NIXL
+@pytest.mark.parametrize("answers", [True, False])
+def test_memory_that_is_being_read_into_outlives_its_owner(answers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other side has to let NIXL work, or the reading does not end."""
+    (mine, theirs), there, ends, kept = memories(2), End(), threading.Event(), list[Any]()
+    monkeypatch.setattr(nixl, "UNFINISHED", kept)
+    monkeypatch.setattr(nixl, "CLOSE_SECONDS", 20.0 if answers else 0.1)
+
+    def works() -> None:
+        while not ends.is_set():
+            mine.progress()
+
+    assert theirs.receive(there, {EXPOSED: mine.expose(End(), torch.arange(1 << 22))}) is None
+    fetch: Any = theirs._fetches[there]
+    thread = threading.Thread(target=works)
+    if answers:
+        thread.start()
+    theirs.close()
+    assert (fetch.gi_frame is None, kept) == ((True, []) if answers else (False, [theirs]))
+    ends.set()
+    if answers:
+        thread.join()
+    else:
+        while theirs.progress():                                 # before the memory goes
+            mine.progress()
 
 
 def exposes(end: Connection) -> None:

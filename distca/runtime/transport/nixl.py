@@ -43,19 +43,25 @@ PATIENT_SECONDS = 0.001          # for which it sleeps then
 LINKS = ("tcp", "nixl")          # how payloads go
 EXPOSED, TAKEN = "exposed", "taken"  # a message's key for where its payload is; the kind that says that it was read
 ON_LOOPBACK = {"engine_config": "NET_DEVICES=lo"}
+CLOSE_SECONDS = 1.0              # for fetches in flight to end
+UNFINISHED: list[Any] = []       # memory with fetches that did not: NIXL may write to it until this process ends
 LOG = logging.getLogger("distca")
 Fetch = Generator[None, None, torch.Tensor]
 
 
 @dataclass(slots=True)
 class Block:
-    """Registered memory of this process. `holder` is the link whose other end may read it now."""
+    """Registered memory of this process. `holder` is the link whose other end may read it now.
+
+    While a payload is put into it, nobody else may have it, even if that link ends meanwhile.
+    """
 
     number: int
     memory: torch.Tensor
     agent: Any                   # NIXL's, which registered it
     metadata: str
     holder: Any = None
+    fills: bool = False
     known: set[Any] = field(default_factory=set)  # links whose other ends have the metadata
 
 
@@ -107,16 +113,18 @@ class RegisteredMemory:
             fits = [one for one in self.blocks if one.holder is None and
                     payload.nbytes + HEAD <= len(one.memory) <= 2 * payload.nbytes + LEAST_BLOCK]
             block = min(fits, key=lambda one: len(one.memory)) if fits else self._new(payload.nbytes + HEAD)
-            block.holder = link
+            block.holder, block.fills = link, True
             metadata = "" if link in block.known else block.metadata
             block.known.add(link)
         block.memory[:8].view(torch.int64).fill_(stamp)
         block.memory[HEAD:HEAD + payload.nbytes].copy_(payload.reshape(-1).view(torch.uint8))
         if self.stream is not None:
             torch.cuda.current_stream(self.device).synchronize()
-        if not link.is_open:                                     # `forget` may have been here before
-            block.holder = None
-            block.known.discard(link)
+        with self.lock:
+            block.fills = False
+            if not link.is_open:                                 # `forget` may have been here before
+                block.holder = None
+                block.known.discard(link)
         return [block.number, stamp, block.memory.data_ptr(), payload.nbytes, block.memory.get_device(), metadata]
 
     def taken(self, link: Any, number: int) -> None:
@@ -129,7 +137,7 @@ class RegisteredMemory:
         with self.lock:
             for block in self.blocks:
                 block.known.discard(link)
-                if block.holder is link:
+                if block.holder is link and not block.fills:
                     block.holder = None
         if (fetch := self._fetches.pop(link, None)) is not None:
             self._abandoned.append((link, fetch))
@@ -196,7 +204,15 @@ class RegisteredMemory:
         return bool(self._abandoned) or self.held
 
     def close(self) -> None:
-        """Make sure that nobody takes for a payload what memory holds after this."""
+        """Make sure that nobody takes for a payload what memory holds after this, and that NIXL writes nothing more."""
+        for link in self.waiting:
+            self.forget(link)
+        deadline = time.monotonic() + CLOSE_SECONDS
+        while self._abandoned and time.monotonic() < deadline:
+            self.progress()
+        if self._abandoned:
+            UNFINISHED.append(self)
+            return
         for block in self.blocks:
             block.memory[:8].zero_()
             block.agent = None
