@@ -192,6 +192,14 @@ def test_a_killed_process_is_named_at_the_next_read() -> None:
     assert torch.equal(whole(memories(1)[0], End(), again, mine.progress).view(torch.float32), torch.ones(3))
 
 
+@NEEDS_NIXL
+def test_a_process_without_a_network_is_told_so_as_an_error_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers try again after these."""
+    monkeypatch.setattr(nixl, "ON_LOOPBACK", {"engine_config": "NET_DEVICES=none0"})
+    with pytest.raises(ConnectionError, match=r"finds no way to other processes.*use links 'tcp'"):
+        memories(1)
+
+
 def test_a_process_without_nixl_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl", None)
     with pytest.raises(UserError, match=r"need nixl.*install.*nixl.*or use links 'tcp'"):

@@ -234,7 +234,10 @@ class RegisteredMemory:
     def _new_agent(self) -> Any:
         agent = self._nixl.nixl_agent(secrets.token_hex(8), self._nixl.nixl_agent_config(
             enable_prog_thread=False, backends=[], sync_mode=self._nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT))
-        agent.create_backend("UCX", self._options)
+        try:
+            agent.create_backend("UCX", self._options)
+        except Exception as error:                               # where no network is up, for example
+            raise ConnectionError(f"NIXL finds no way to other processes ({error}); use links 'tcp'") from None
         return agent
 
     def _register(self, memory: torch.Tensor) -> tuple[Any, Any]:
