@@ -39,6 +39,7 @@ class Hosts:
             command("ip", "addr", "add", f"{here}/30", "dev", f"{name}a")
             command("ip", "link", "set", f"{name}a", "up")
             command("ip", "-n", name, "addr", "add", f"{there}/30", "dev", f"{name}b")
+            command("ip", "-n", name, "link", "set", "lo", "up")
             command("ip", "-n", name, "link", "set", f"{name}b", "up")
             command("ip", "-n", name, "route", "add", "default", "via", here)
         return self
