@@ -41,6 +41,20 @@ def backward(
     return backward_tables(joined(visible(rows, window), window), window, group, kv_heads, num_sms, keys)
 
 
+def parts_are_those_of_whole_tiles(split: Any, cut: dict[Any, Any], whole: dict[Any, Any]) -> None:
+    """`cut` and `whole` have the steps (part, …) of each tile (head, first, count) with and without parts."""
+    assert cut.keys() == whole.keys()
+    numbers = {(tile_first, tile_count): range(first + 1, first + 1 + count)
+               for tile_first, tile_count, first, count in split.merges.tolist()}
+    for (head, *tile), expected in whole.items():
+        walked = sorted(cut[head, *tile], key=lambda step: step[0])  # stable: steps of a part stay in order
+        assert [step[1:] for step in walked] == [step[1:] for step in expected]
+        assert sorted({step[0] for step in walked}) == list(numbers.get(tuple(tile), [0]))
+        lengths = np.bincount([step[0] for step in walked])
+        assert lengths.max() - lengths[lengths > 0].min() <= 1
+    assert sorted(number for tile in numbers.values() for number in tile) == list(range(1, split.num_parts + 1))
+
+
 @given(st.integers(0, 10**6), st.booleans(), st.none() | st.integers(100, 900), st.sampled_from([1, 4, 7]),
        st.sampled_from([1, 2]), st.sampled_from([1e-3, 2.0]))
 @settings(max_examples=80, deadline=None)
@@ -62,17 +76,7 @@ def test_parts_have_every_pair_of_their_tile_once(
         ):
             found[head, q_first, q_count].append((part, *step))
         steps.append(found)
-    assert steps[0].keys() == steps[1].keys()
-    numbers = {(q_first, q_count): range(first + 1, first + 1 + count)
-               for q_first, q_count, first, count in split.merges.tolist()}
-    for (head, *tile), expected in steps[1].items():
-        walked = sorted(steps[0][head, *tile], key=lambda step: step[0])  # stable: steps of a part stay in order
-        assert [step[1:] for step in walked] == [step[1:] for step in expected]
-        assert sorted({step[0] for step in walked}) == list(numbers.get(tuple(tile), [0]))
-        lengths = np.bincount([step[0] for step in walked])
-        assert lengths.max() - lengths[lengths > 0].min() <= 1
-    parts = sorted(number for tile in numbers.values() for number in tile)
-    assert parts == list(range(1, split.num_parts + 1))
+    parts_are_those_of_whole_tiles(split, *steps)
 
 
 @given(st.integers(0, 10**6), st.booleans(), st.none() | st.integers(100, 900), st.sampled_from([4, 7, 64]),
@@ -97,16 +101,7 @@ def test_parts_have_every_block_of_their_tile_once(
         ):
             found[head, k_first, k_count].append((part, block, *step, k_begin, k_end, shift, pair))
         steps.append(found)
-    assert steps[0].keys() == steps[1].keys()
-    numbers = {(k_first, k_count): range(first + 1, first + 1 + count)
-               for k_first, k_count, first, count in split.merges.tolist()}
-    for (head, *tile), expected in steps[1].items():
-        walked = sorted(steps[0][head, *tile], key=lambda step: step[0])  # stable: steps of a part stay in order
-        assert [step[1:] for step in walked] == [step[1:] for step in expected]
-        assert sorted({step[0] for step in walked}) == list(numbers.get(tuple(tile), [0]))
-        lengths = np.bincount([step[0] for step in walked])
-        assert lengths.max() - lengths[lengths > 0].min() <= 1
-    assert sorted(number for tile in numbers.values() for number in tile) == list(range(1, split.num_parts + 1))
+    parts_are_those_of_whole_tiles(split, *steps)
 
 
 @pytest.mark.parametrize(("group", "kv_heads", "num_tokens"), [(8, 1, 16_384), (4, 1, 8_192), (4, 2, 8_192)])
